@@ -243,9 +243,10 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     arrays.same_dtype(**named_outs)
     arrays.same_dtype(**named_lses)
     arrays.same_device(**named_outs, **named_lses)
+    shape = outs[0].shape
     for i, (o, e) in enumerate(zip(outs, lses, strict=True)):
-        if o.shape != outs[0].shape or e.shape != o.shape[:-1]:
-            raise ValueError(f"part {i} has out {o.shape} and lse {e.shape}; part 0 {outs[0].shape}")
+        if o.shape != shape or e.shape != shape[:-1]:
+            raise ValueError(f"part {i} has out {o.shape} and lse {e.shape}, but outs[0] {shape}")
     xp = arrays.module_of(outs[0])
     with _on_device(outs[0]), np.errstate(divide="ignore"):
         top = lses[0]
@@ -254,8 +255,8 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
         top = xp.where(xp.isneginf(top), 0, top)  # such rows: exp(-inf - 0) = 0, and no NaN
         weights = [xp.exp(e - top) for e in lses]
         total = sum(weights[1:], weights[0])
-        share = 1 / xp.where(total == 0, 1, total)
-        out = sum((w * share)[..., None] * o.astype(w.dtype) for w, o in zip(weights, outs, strict=True))
+        shares = [w / xp.where(total == 0, 1, total) for w in weights]
+        out = sum(w[..., None] * o.astype(w.dtype) for w, o in zip(shares, outs, strict=True))
         return out.astype(outs[0].dtype), top + xp.log(total)
 
 

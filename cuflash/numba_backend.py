@@ -1,9 +1,9 @@
 """The same tiles as Numba CUDA kernels, written to be read beside the papers.
 
-A block of N x N threads works on square tiles of T x T numbers. Thread (x, y) has the rows y, y + N,
-y + 2N ... and the columns x, x + N, x + 2N ... of a tile: R x R numbers, R = T / N. Two tiles are in
-shared memory: `a` holds a slice of Q or dO, later P or dS; `b` a slice of K, V, dO or Q. Widths
-beyond T are walked in slices of T columns, so any D and Dv fit in 48 KiB.
+A block of N x N threads works on square tiles of T x T numbers. Thread (x, y) has the rows y,
+y + N, y + 2N ... and the columns x, x + N, x + 2N ... of a tile: R x R numbers, R = T / N. Two
+tiles are in shared memory: `a` holds a slice of Q or dO, later P or dS; `b` a slice of K, V, dO or
+Q. Widths beyond T are walked in slices of T columns, so any D and Dv fit in 48 KiB.
 A tile has one column more than T, so that its rows start in different memory banks.
 
 Forward is algorithm 1 of FlashAttention-2 (Dao 2023, arXiv:2307.08691). Backward is algorithm 2 as
@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 if not hasattr(np, "row_stack"):
-    np.row_stack = np.vstack  # numba-cuda 0.30 asks for it on import; NumPy 2.5 dropped it
+    # numba-cuda 0.30 asks for it on import; NumPy 2.5 dropped it.
+    np.row_stack = np.vstack  # noqa: NPY201
 
 from numba import config as numba_config
 from numba import cuda, types
@@ -50,7 +52,12 @@ class Config:
 def default_config(problem: Problem) -> Config:
     if SIMULATED:  # a simulated thread is a Python thread: few of them, and several tiles
         return Config(8, 4)
-    return Config(32, 2) if problem.compute == "float64" else Config(64, 4)
+    # TFLOP/s forward and backward on an H200, 16 heads, S=4096, d=64; more in docs/kernels.md.
+    if problem.compute == "float64":
+        return Config(32, 2)  # 3.7 and 2.4
+    if max(problem.d, problem.dv) <= 64:
+        return Config(64, 8)  # float32 8.3 and 5.4, with Config(64, 4) 6.2 and 5.1
+    return Config(64, 4)  # 8 x 8 numbers a thread and several slices do not fit in registers
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -237,9 +244,9 @@ def _backward_kv(t: Tile, d_slices: int, dv_slices: int):
                     for j in range(R):
                         row = i0 + x + j * N
                         if lo <= row < hi:
-                            p[i, j], ds[i, j] = probability_and_gradient(
-                                p[i, j] * scale, ds[i, j], softcap, lse[batch, h, row],
-                                delta[batch, h, row],
+                            e, d = lse[batch, h, row], delta[batch, h, row]
+                            p[i, j], ds[i, j] = differentiate(
+                                p[i, j] * scale, ds[i, j], softcap, e, d
                             )
                         else:
                             p[i, j], ds[i, j] = real(0), real(0)
@@ -300,10 +307,8 @@ def _backward_q(t: Tile, d_slices: int, dv_slices: int):
                 for j in range(R):
                     key = j0 + x + j * N
                     if row < sq and lo <= key < hi:
-                        _, ds[i, j] = probability_and_gradient(
-                            s[i, j] * scale, ds[i, j], softcap, lse[batch, h, row],
-                            delta[batch, h, row],
-                        )
+                        e, d = lse[batch, h, row], delta[batch, h, row]
+                        _, ds[i, j] = differentiate(s[i, j] * scale, ds[i, j], softcap, e, d)
                     else:
                         ds[i, j] = real(0)
                     a[y + i * N, x + j * N] = ds[i, j]
@@ -341,7 +346,7 @@ def transform(s, softcap):
 
 
 @cuda.jit(device=True)
-def probability_and_gradient(s, dp, softcap, lse, delta):
+def differentiate(s, dp, softcap, lse, delta):
     """P = exp(S - lse) and dS = P * (dP - delta), times the slope of the softcap."""
     p = math.exp(transform(s, softcap) - lse)
     ds = p * (dp - delta)
@@ -362,7 +367,8 @@ def to_bfloat16(x):
     bits = np.float32(x).view(np.uint32)
     if x != x:
         return np.uint16(0x7FC0)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @cuda.jit(device=True)
@@ -455,7 +461,7 @@ class Tile:
 
         @cuda.jit(device=True)
         def product(s, a, b, left, i0, right, j0, slices):
-            """s = left[i0 : i0 + T] right[j0 : j0 + T]^T, by slices of T columns through a and b."""
+            """s = left[i0 : i0 + T] right[j0 : j0 + T]^T, T columns at a time through a and b."""
             x, y = cuda.threadIdx.x, cuda.threadIdx.y
             for i in range(R):
                 for j in range(R):
@@ -484,27 +490,41 @@ def _scalars(problem: Problem, band: tuple[int, int]) -> tuple[Any, ...]:
 def _launch(name: str, problem: Problem, config: Config, blocks: int, operands, scalars) -> None:
     if not blocks:
         return
-    slices = (math.ceil(width / config.tile) for width in (problem.d, problem.dv))
+    d_slices, dv_slices = (math.ceil(width / config.tile) for width in (problem.d, problem.dv))
     ranks = tuple(x.ndim for x in operands)
+    compiled = (name, config, problem.dtype, d_slices, dv_slices, ranks, len(scalars))
     threads = (config.side, config.side)
     if SIMULATED:
-        kernel = _compiled(name, config, problem.dtype, *slices, ranks, len(scalars))
-        kernel[blocks, threads](*map(_raw, operands), *scalars)
+        operands = [x.view(np.uint16) if x.dtype.name == "bfloat16" else x for x in operands]
+        _compiled(*compiled)[blocks, threads](*operands, *scalars)
         return
     import cupy
 
     device = operands[0].device.id
-    stream = cupy.cuda.get_current_stream(device)
+    stream = _stream(device, cupy.cuda.get_current_stream(device).ptr)
+    wrapped = [_wrapped(device, x.data.ptr, x.shape, x.strides, x.dtype.name) for x in operands]
     with cuda.gpus[device]:
-        kernel = _compiled(name, config, problem.dtype, *slices, ranks, len(scalars))
-        on = cuda.external_stream(stream.ptr) if stream.ptr else 0
-        wrapped = [cuda.as_cuda_array(_raw(x), sync=False) for x in operands]
-        kernel[blocks, threads, on](*wrapped, *scalars)
+        _compiled(*compiled)[blocks, threads, stream](*wrapped, *scalars)
 
 
-def _raw(x: Any) -> Any:
-    """bfloat16 as its bits, since the array interface has no name for it."""
-    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+@functools.lru_cache(4096)
+def _wrapped(device: int, pointer: int, shape: tuple, strides: tuple, dtype: str) -> Any:
+    """Memory as Numba sees it, kept because wrapping an array costs more than a launch.
+
+    It owns nothing: the CuPy array does, for as long as the call lasts.
+    """
+    # bfloat16 goes as its bits: the interface has no name for it.
+    typestr = np.dtype("uint16" if dtype == "bfloat16" else dtype).str
+    data = (pointer, False)
+    interface = dict(shape=shape, strides=strides, typestr=typestr, data=data, version=3)
+    with cuda.gpus[device]:
+        return cuda.as_cuda_array(SimpleNamespace(__cuda_array_interface__=interface), sync=False)
+
+
+@functools.cache
+def _stream(device: int, pointer: int) -> Any:
+    with cuda.gpus[device]:
+        return cuda.external_stream(pointer) if pointer else cuda.default_stream()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ Tasks run on threads: NumPy releases the GIL inside products and element-wise lo
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -36,8 +37,10 @@ class Config:
 
 
 def default_config(problem: Problem) -> Config:
-    # Measured on 2 cores with 1 MB of L2 each: see docs/kernels.md.
-    return Config(256, 512, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    # 167 and 205 GFLOP/s forward and backward on 2 cores with 1 MB of L2 each, float32, S=4096,
+    # d=64; 141 and 205 with 256 x 256, 162 and 200 with 128 x 1024: docs/kernels.md.
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux: the cores this process may use
+    return Config(256, 512, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -56,11 +59,10 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
         o, e = _forward_block(problem, config, q[b, h, q0:q1], k[b, hkv], v[b, hkv], q0)
         out[b, h, q0:q1], lse[b, h, q0:q1] = o, e
 
-    starts = range(0, problem.sq, config.block_q)
     # Under a causal mask the last block is the longest, so it goes first.
-    tasks = [(b, h, q0) for b in range(problem.batch) for h in range(problem.heads)
-             for q0 in reversed(starts)]
-    _run(one_block, tasks, config.threads)
+    starts = reversed(range(0, problem.sq, config.block_q))
+    tasks = itertools.product(range(problem.batch), range(problem.heads), starts)
+    _run(one_block, list(tasks), config.threads)
 
 
 def _forward_block(problem: Problem, config: Config, q, k, v, q0: int):
@@ -84,10 +86,11 @@ class _State(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, width: int, dtype: Any) -> _State:
-        return cls(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros((rows, width), dtype))
+        m, l = np.full(rows, -np.inf, dtype), np.zeros(rows, dtype)
+        return cls(m, l, np.zeros((rows, width), dtype))
 
     def add(self, s: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Take in a block of scores (overwritten by exponentials) and values; the rescale factor."""
+        """Take in scores (overwritten by exponentials) and values; return the rescale factor."""
         m = np.maximum(self.m, s.max(-1))
         base = np.where(np.isneginf(m), 0, m)  # nothing visible yet: exp(-inf - 0) = 0, not NaN
         rescale = np.exp(self.m - base)
@@ -111,42 +114,35 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     A task walks every `shares`-th key block of one key/value head and returns its part of that
     head's dq; parts are added in a fixed order, so the result does not depend on timing.
     """
-    shares = max(1, math.ceil(2 * config.threads / max(1, problem.batch * problem.heads_kv)))
-    shares = min(shares, max(1, math.ceil(problem.sk / config.block_k)))
+    shares = math.ceil(2 * config.threads / max(1, problem.batch * problem.heads_kv))
+    shares = max(1, min(shares, math.ceil(problem.sk / config.block_k)))
+
+    def heads(hkv: int) -> slice:
+        return slice(hkv * problem.group, (hkv + 1) * problem.group)
 
     def one_share(task: tuple[int, int, int]) -> np.ndarray:
         b, hkv, share = task
-        heads = slice(hkv * problem.group, (hkv + 1) * problem.group)
-        rows = dout[b, heads], q[b, heads], out[b, heads], lse[b, heads]
-        extra = None if dlse is None else dlse[b, heads]
-        part = _backward_share(
-            problem, config, *rows, extra, k[b, hkv], v[b, hkv], dk[b, hkv], dv[b, hkv],
-            range(share * config.block_k, problem.sk, shares * config.block_k),
-        )
-        if shares > 1:
-            return part
-        dq[b, heads] = part
-        return part[:0]
+        queries = [x[b, heads(hkv)] for x in (dout, q, out, lse)]
+        queries.append(0 if dlse is None else dlse[b, heads(hkv)])
+        keys = [x[b, hkv] for x in (k, v, dk, dv)]
+        starts = range(share * config.block_k, problem.sk, shares * config.block_k)
+        return _backward_share(problem, config, *queries, *keys, starts)
 
-    tasks = [(b, hkv, share) for b in range(problem.batch) for hkv in range(problem.heads_kv)
-             for share in range(shares)]
-    parts = _run(one_share, tasks, config.threads)
-    if shares > 1:
-        for i in range(0, len(parts), shares):
-            b, hkv, _ = tasks[i]
-            dq[b, hkv * problem.group : (hkv + 1) * problem.group] = sum(parts[i + 1 : i + shares], parts[i])
+    tasks = itertools.product(range(problem.batch), range(problem.heads_kv), range(shares))
+    parts = _run(one_share, list(tasks), config.threads)
+    for b, hkv in itertools.product(range(problem.batch), range(problem.heads_kv)):
+        first, *others = (next(parts) for _ in range(shares))
+        dq[b, heads(hkv)] = sum(others, first)
 
 
-def _backward_share(problem: Problem, config: Config, dout, q, out, lse, dlse, k, v, dk, dv, starts):
+def _backward_share(problem, config, dout, q, out, lse, dlse, k, v, dk, dv, starts) -> np.ndarray:
     """Gradients of the key blocks at `starts`; returns their part of dq, (group, sq, d).
 
-    q, dout, out, lse hold the query heads that share this key/value head.
+    dout, q, out, lse, dlse hold the query heads that share this key/value head.
     """
     dtype = problem.compute
-    dq = np.zeros((len(q), problem.sq, problem.d), dtype)
-    delta = np.stack([np.einsum("ij,ij->i", x, y, dtype=dtype) for x, y in zip(dout, out, strict=True)]) if len(q) else None
-    if dlse is not None:
-        delta = delta - dlse
+    dq = np.zeros(q.shape, dtype)
+    delta = np.einsum("hij,hij->hi", dout, out, dtype=dtype) - dlse
     lse = np.where(np.isneginf(lse), np.inf, lse)  # a row that saw nothing: exp(s - inf) = 0
     for k0 in starts:
         k1 = min(k0 + config.block_k, problem.sk)
@@ -201,8 +197,8 @@ def _hide(problem: Problem, s: np.ndarray, q0: int, k0: int) -> None:
     np.copyto(s, -np.inf, where=(key < lo) | (key >= hi))
 
 
-def _run(work: Callable[[Any], Any], tasks: list, threads: int) -> list:
-    """`work` on every task, over threads; results in the order of the tasks."""
+def _run(work: Callable[[Any], Any], tasks: list, threads: int) -> Iterator[Any]:
+    """`work` on every task, over threads; then the results in the order of the tasks."""
 
     def quiet(task):
         # Non-finite data is data: inf - inf is NaN without a warning.
@@ -211,9 +207,9 @@ def _run(work: Callable[[Any], Any], tasks: list, threads: int) -> list:
 
     threads = min(threads, len(tasks))
     if threads <= 1:
-        return [quiet(task) for task in tasks]
+        return iter([quiet(task) for task in tasks])
     with _SINGLE_BLAS_THREAD, ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(quiet, tasks))
+        return iter(list(pool.map(quiet, tasks)))
 
 
 class _SingleBlasThread:
@@ -333,7 +329,7 @@ def _steps(problem: Problem, q, k, v, block_q: int, block_k: int, schedule: str)
         if q_resident
         else ((i, j) for j in k_blocks for i in q_blocks)
     )
-    states = {i.start: _State.empty(i.stop - i.start, problem.dv, problem.compute) for i in q_blocks}
+    states = [_State.empty(i.stop - i.start, problem.dv, problem.compute) for i in q_blocks]
     moved = 0
     for i, j in visits:
         q_size, o_size = q[i].size, len(q[i]) * problem.dv
@@ -343,7 +339,7 @@ def _steps(problem: Problem, q, k, v, block_q: int, block_k: int, schedule: str)
             moved += q_size * first + kv_size + o_size * last
         else:
             moved += kv_size * (i is q_blocks[0]) + q_size + 2 * o_size
-        state = states[i.start]
+        state = states[i.start // block_q]
         with np.errstate(all="ignore"):
             s, _ = _scores(problem, _scaled(problem, q[i]), _loaded(problem, k[j]))
             rescale = state.add(s, _loaded(problem, v[j]))
