@@ -12,8 +12,8 @@ import numpy as np
 from . import arrays
 from .problem import Problem, make_problem
 
-#: Fastest first; the first that supports the problem is taken.
-BACKENDS = ("numba", "numpy")
+#: The first that supports the problem is taken: fastest first on either device.
+BACKENDS = ("numpy", "numba")
 
 
 class AttentionGrads(NamedTuple):
@@ -63,7 +63,7 @@ def flash_attention(
         Also return the log-sum-exp of each row.
     out : array, shape (..., H, Sq, Dv), optional
         Where to put the result; it may be one of the inputs or share memory with them.
-    backend : {"numba", "numpy"}, optional
+    backend : {"numpy", "numba"}, optional
         By default the fastest one that supports the problem.
     config : optional
         A tile configuration of the chosen backend (its ``Config``), for measurements.
@@ -111,8 +111,8 @@ def flash_attention(
     if out is not None:
         out = _writeable(out, (*shape[:-1], problem.dv), q4)
     with _on_device(q4):
-        out4 = None if out is None else _target(out, q4, k4, v4)
-        aside = out4 is None
+        out4: Any = None if out is None else _target(out, q4, k4, v4)
+        aside = out4 is None  # new memory, to copy from where out cannot take the result
         if aside:
             out4 = arrays.empty_in_order(q4, (*q4.shape[:-1], problem.dv))
         lse3 = arrays.module_of(q4).empty(q4.shape[:-1], problem.compute)

@@ -30,6 +30,8 @@ def as_array(name: str, x: Any) -> Any:
         x = _from_other_library(name, x)
     if x.dtype.name not in DTYPES:
         raise TypeError(f"{name} must be one of {', '.join(DTYPES)}, got dtype {x.dtype.name}")
+    if module_of(x) is not np and x.data.ptr % x.itemsize:
+        raise ValueError(f"{name} must be aligned to its elements of {x.itemsize} bytes on a GPU")
     if not x.dtype.isnative:
         raise TypeError(f"{name} must have native byte order, got dtype {x.dtype.str}")
     return x

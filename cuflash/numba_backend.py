@@ -30,7 +30,9 @@ from numba import cuda, types
 from . import arrays
 from .problem import Problem, k_bounds, transposed
 
-SIMULATED = bool(numba_config.ENABLE_CUDASIM)
+SIMULATED = bool(getattr(numba_config, "ENABLE_CUDASIM", False))
+if SIMULATED:
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,11 @@ def _forward(t: Tile, d_slices: int, dv_slices: int):
             total = real(0)
             for j in range(N):
                 total += by_column[y + i * N, j]
+            empty = total == real(0)
             row = i0 + y + i * N
             if x == 0 and row < sq:
-                lse[batch, h, row] = m[i] + math.log(total)
-            inverse = real(0) if total == real(0) else real(1) / total
+                lse[batch, h, row] = minus_infinity if empty else m[i] + math.log(total)
+            inverse = real(0) if empty else real(1) / total
             for c in range(dv_slices):
                 for j in range(R):
                     o[c, i, j] *= inverse
@@ -206,6 +209,7 @@ def _row_delta(t: Tile, d_slices: int, dv_slices: int):
 
 def _backward_kv(t: Tile, d_slices: int, dv_slices: int):
     T, R, N, pitch, real = t.size, t.per_thread, t.side, t.pitch, t.real
+    minus_infinity = real(-math.inf)
     locate, load, store, product, accumulate = t.locate, t.load, t.store, t.product, t.accumulate
 
     def backward_kv(dout, q, k, v, lse, delta, dk, dv, scale, softcap, lo_shift, hi_shift):
@@ -243,7 +247,8 @@ def _backward_kv(t: Tile, d_slices: int, dv_slices: int):
                     lo, hi = k_bounds_on_gpu(j0 + y + i * N, sq, lo_shift, hi_shift)
                     for j in range(R):
                         row = i0 + x + j * N
-                        if lo <= row < hi:
+                        # A row whose every score is -inf has no gradient: -inf + inf is NaN.
+                        if lo <= row < hi and lse[batch, h, row] != minus_infinity:
                             e, d = lse[batch, h, row], delta[batch, h, row]
                             p[i, j], ds[i, j] = differentiate(
                                 p[i, j] * scale, ds[i, j], softcap, e, d
@@ -278,6 +283,7 @@ def _backward_kv(t: Tile, d_slices: int, dv_slices: int):
 
 def _backward_q(t: Tile, d_slices: int, dv_slices: int):
     T, R, N, pitch, real = t.size, t.per_thread, t.side, t.pitch, t.real
+    minus_infinity = real(-math.inf)
     locate, load, store, product, accumulate = t.locate, t.load, t.store, t.product, t.accumulate
 
     def backward_q(dout, q, k, v, lse, delta, dq, scale, softcap, lo_shift, hi_shift):
@@ -306,7 +312,7 @@ def _backward_q(t: Tile, d_slices: int, dv_slices: int):
                 lo, hi = k_bounds_on_gpu(row, sk, lo_shift, hi_shift)
                 for j in range(R):
                     key = j0 + x + j * N
-                    if row < sq and lo <= key < hi:
+                    if row < sq and lo <= key < hi and lse[batch, h, row] != minus_infinity:
                         e, d = lse[batch, h, row], delta[batch, h, row]
                         _, ds[i, j] = differentiate(s[i, j] * scale, ds[i, j], softcap, e, d)
                     else:
@@ -495,8 +501,9 @@ def _launch(name: str, problem: Problem, config: Config, blocks: int, operands, 
     compiled = (name, config, problem.dtype, d_slices, dv_slices, ranks, len(scalars))
     threads = (config.side, config.side)
     if SIMULATED:
-        operands = [x.view(np.uint16) if x.dtype.name == "bfloat16" else x for x in operands]
-        _compiled(*compiled)[blocks, threads](*operands, *scalars)
+        # Wrapped by hand: the simulator would copy each array in and out, and refuse strided ones.
+        bits = (x.view(np.uint16) if x.dtype.name == "bfloat16" else x for x in operands)
+        _compiled(*compiled)[blocks, threads](*map(FakeCUDAArray, bits), *scalars)
         return
     import cupy
 
@@ -516,7 +523,7 @@ def _wrapped(device: int, pointer: int, shape: tuple, strides: tuple, dtype: str
     # bfloat16 goes as its bits: the interface has no name for it.
     typestr = np.dtype("uint16" if dtype == "bfloat16" else dtype).str
     data = (pointer, False)
-    interface = dict(shape=shape, strides=strides, typestr=typestr, data=data, version=3)
+    interface = {"shape": shape, "strides": strides, "typestr": typestr, "data": data, "version": 3}
     with cuda.gpus[device]:
         return cuda.as_cuda_array(SimpleNamespace(__cuda_array_interface__=interface), sync=False)
 

@@ -8,6 +8,8 @@ Tasks run on threads: NumPy releases the GIL inside products and element-wise lo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import os
@@ -24,7 +26,9 @@ from .problem import Problem, blocks, k_bounds, transposed
 try:
     from threadpoolctl import ThreadpoolController
 except ImportError:  # NumPy is the only thing we require
-    ThreadpoolController = None
+    _blas = None
+else:
+    _blas = functools.cache(ThreadpoolController)  # it searches the loaded libraries: once
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Config:
 def default_config(problem: Problem) -> Config:
     # 167 and 205 GFLOP/s forward and backward on 2 cores with 1 MB of L2 each, float32, S=4096,
     # d=64; 141 and 205 with 256 x 256, 162 and 200 with 128 x 1024: docs/kernels.md.
+    if problem.flops() < 5_000_000:
+        return Config(256, 512, 1)  # starting threads takes longer than the work: 0.3 ms
     affinity = getattr(os, "sched_getaffinity", None)  # Linux: the cores this process may use
     return Config(256, 512, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
@@ -68,7 +74,7 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
 def _forward_block(problem: Problem, config: Config, q, k, v, q0: int):
     """Output and lse of the queries [q0, q0 + len(q)) of one head; k and v are whole."""
     state = _State.empty(len(q), problem.dv, problem.compute)
-    q = _scaled(problem, q)
+    q = _loaded(problem, q)
     for k0, k1, whole in blocks(q0, q0 + len(q), problem.sk, config.block_k, problem.band):
         s, _ = _scores(problem, q, _loaded(problem, k[k0:k1]))
         if not whole:
@@ -126,7 +132,7 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
         queries.append(0 if dlse is None else dlse[b, heads(hkv)])
         keys = [x[b, hkv] for x in (k, v, dk, dv)]
         starts = range(share * config.block_k, problem.sk, shares * config.block_k)
-        return _backward_share(problem, config, *queries, *keys, starts)
+        return _backward_share(problem, config, starts, *queries, *keys)
 
     tasks = itertools.product(range(problem.batch), range(problem.heads_kv), range(shares))
     parts = _run(one_share, list(tasks), config.threads)
@@ -135,7 +141,7 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
         dq[b, heads(hkv)] = sum(others, first)
 
 
-def _backward_share(problem, config, dout, q, out, lse, dlse, k, v, dk, dv, starts) -> np.ndarray:
+def _backward_share(problem, config, starts, dout, q, out, lse, dlse, k, v, dk, dv) -> np.ndarray:
     """Gradients of the key blocks at `starts`; returns their part of dq, (group, sq, d).
 
     dout, q, out, lse, dlse hold the query heads that share this key/value head.
@@ -150,7 +156,7 @@ def _backward_share(problem, config, dout, q, out, lse, dlse, k, v, dk, dv, star
         dkj, dvj = np.zeros(kj.shape, dtype), np.zeros(vj.shape, dtype)
         for q0, q1, whole in blocks(k0, k1, problem.sq, config.block_q, transposed(problem.band)):
             for g in range(len(q)):
-                qi, doi = _scaled(problem, q[g, q0:q1]), _loaded(problem, dout[g, q0:q1])
+                qi, doi = _loaded(problem, q[g, q0:q1]), _loaded(problem, dout[g, q0:q1])
                 p, slope = _scores(problem, qi, kj)
                 if not whole:
                     _hide(problem, p, q0, k0)
@@ -164,7 +170,7 @@ def _backward_share(problem, config, dout, q, out, lse, dlse, k, v, dk, dv, star
                     ds *= slope
                 dkj += ds.T @ qi
                 dq[g, q0:q1] += ds @ kj
-        dk[k0:k1], dv[k0:k1] = dkj, dvj
+        dk[k0:k1], dv[k0:k1] = problem.scale * dkj, dvj
     dq *= problem.scale
     return dq
 
@@ -174,13 +180,10 @@ def _loaded(problem: Problem, x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x, dtype=problem.compute)
 
 
-def _scaled(problem: Problem, q: np.ndarray) -> np.ndarray:
-    return q.astype(problem.compute) * np.dtype(problem.compute).type(problem.scale)
-
-
 def _scores(problem: Problem, q: np.ndarray, k: np.ndarray):
-    """Scores of a tile (q already scaled) and, with a softcap, their slope 1 - tanh^2."""
+    """Scores of a tile and, with a softcap, their slope 1 - tanh^2."""
     s = q @ k.T
+    s *= problem.scale  # folded into q it is quicker, but doubled the error for logits near 50
     if problem.softcap is None:
         return s, None
     s /= problem.softcap
@@ -205,40 +208,23 @@ def _run(work: Callable[[Any], Any], tasks: list, threads: int) -> Iterator[Any]
         with np.errstate(all="ignore"):
             return work(task)
 
-    threads = min(threads, len(tasks))
-    if threads <= 1:
-        return iter([quiet(task) for task in tasks])
-    with _SINGLE_BLAS_THREAD, ThreadPoolExecutor(threads) as pool:
-        return iter(list(pool.map(quiet, tasks)))
+    with _ONE_CALL_AT_A_TIME, _one_blas_thread():
+        if min(threads, len(tasks)) <= 1:
+            return iter([quiet(task) for task in tasks])
+        with ThreadPoolExecutor(min(threads, len(tasks))) as pool:
+            return iter(list(pool.map(quiet, tasks)))
 
 
-class _SingleBlasThread:
-    """Hold BLAS at one thread a call while any of our threads run; the last one out restores.
+#: A call takes every core, so two at once gain nothing; and the limit below is the process's.
+_ONE_CALL_AT_A_TIME = threading.Lock()
 
-    Without threadpoolctl this does nothing: results are the same and speed depends on the BLAS.
+
+def _one_blas_thread() -> contextlib.AbstractContextManager[Any]:
+    """Keep BLAS to one thread, ours being threads already: speed, and the same bits each time.
+
+    Without threadpoolctl nothing is limited, and both depend on the BLAS.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._controller: Any = None
-        self._limit: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0 and ThreadpoolController is not None:
-                self._controller = self._controller or ThreadpoolController()
-                self._limit = self._controller.limit(limits=1, user_api="blas")
-            self._users += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._limit is not None:
-                self._limit.restore_original_limits()
-
-
-_SINGLE_BLAS_THREAD = _SingleBlasThread()
+    return _blas().limit(limits=1, user_api="blas") if _blas else contextlib.nullcontext()
 
 
 class Step(NamedTuple):
@@ -341,6 +327,6 @@ def _steps(problem: Problem, q, k, v, block_q: int, block_k: int, schedule: str)
             moved += kv_size * (i is q_blocks[0]) + q_size + 2 * o_size
         state = states[i.start // block_q]
         with np.errstate(all="ignore"):
-            s, _ = _scores(problem, _scaled(problem, q[i]), _loaded(problem, k[j]))
+            s, _ = _scores(problem, _loaded(problem, q[i]), _loaded(problem, k[j]))
             rescale = state.add(s, _loaded(problem, v[j]))
         yield Step(i, j, state.m.copy(), state.l.copy(), state.o.copy(), rescale, moved)

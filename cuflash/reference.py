@@ -8,7 +8,7 @@ import numpy as np
 
 from . import arrays
 from .api import AttentionGrads, canonical
-from .problem import k_bounds
+from .problem import DTYPES, k_bounds
 
 
 def attention_reference(
@@ -29,15 +29,16 @@ def attention_reference(
     ----------
     q, k, v, scale, causal, window, softcap, return_lse
         As in `flash_attention`.
-    dtype : {"float64", "float32", "float16", "bfloat16"}, optional
-        The arithmetic. float64 is the definition; the others are the plain computation that the
-        tests' error bounds compare with. In the 16-bit dtypes products accumulate in float32, and
-        probabilities and results are rounded, as a kernel on matrix units does.
+    dtype : {"float64", "longdouble", "float32", "float16", "bfloat16"}, optional
+        The arithmetic. float64 is the definition ("longdouble", NumPy only, for float64 inputs);
+        the others are the plain computation that the tests' error bounds compare with. In the
+        16-bit dtypes products accumulate in float32, and probabilities and results are rounded,
+        as a kernel on matrix units does.
 
     Returns
     -------
     out : array, shape (..., H, Sq, Dv)
-        float64, or float32 when `dtype` is not float64.
+        In the dtype of the arithmetic: `dtype`, or float32 for the 16-bit ones.
     lse : array, shape (..., H, Sq)
         Only with `return_lse`.
 
@@ -74,13 +75,13 @@ def attention_reference_grad(
     ----------
     dout, q, k, v, scale, causal, window, softcap, dlse
         As in `flash_attention_grad`.
-    dtype : {"float64", "float32", "float16", "bfloat16"}, optional
+    dtype : {"float64", "longdouble", "float32", "float16", "bfloat16"}, optional
         As in `attention_reference`.
 
     Returns
     -------
     AttentionGrads
-        (dq, dk, dv) in float64 (float32 when `dtype` is not float64).
+        (dq, dk, dv) in the dtype of the arithmetic.
 
     Examples
     --------
@@ -115,7 +116,9 @@ class _Formula:
         self.problem, *qkv = canonical(q, k, v, **options)
         problem, self.rows = self.problem, tuple(np.shape(q)[:-1])
         xp = arrays.module_of(qkv[0])
-        self.dtype, self.compute = dtype, "float64" if dtype == "float64" else "float32"
+        if dtype not in (*DTYPES, "longdouble"):
+            raise ValueError(f"dtype must be one of {DTYPES} or 'longdouble', got {dtype!r}")
+        self.dtype, self.compute = dtype, "float32" if dtype in ("float16", "bfloat16") else dtype
         self.q, self.k, self.v = (x.astype(self.compute) for x in qkv)
         if problem.heads != problem.heads_kv:
             self.k, self.v = (xp.repeat(x, problem.group, axis=1) for x in (self.k, self.v))

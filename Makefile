@@ -1,0 +1,23 @@
+# demo, test and docs make their own environment with $(PYTHON); the others use the Python as it is.
+PYTHON ?= python3
+VENV = .venv-$@
+# With an NVIDIA driver: CuPy for its CUDA major version, and Numba.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')
+GPU_EXTRAS := $(if $(CUDA),$(shell echo ,cuda$(CUDA),numba))
+INSTALL = $(PYTHON) -m venv --clear $(VENV) && $(VENV)/bin/python -m pip install -q
+
+.PHONY: demo test gpu-test gpu-status bench docs
+demo:  ## watch exact tiled attention computed, checked and explained
+	$(INSTALL) '.[demo$(GPU_EXTRAS)]' && $(VENV)/bin/python -m cuflash demo
+test:  ## lint, types and every test that this machine can run
+	$(INSTALL) '.[test$(GPU_EXTRAS)]'
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest
+gpu-test:  ## the suite on this machine's GPU; writes the record when all passed
+	$(PYTHON) -m pytest --gpu-record tests/gpu_record.json
+gpu-status:  ## does the record match the sources?
+	$(PYTHON) tests/gpu_record.py
+bench:  ## the table and plot of the README
+	$(PYTHON) -m bench
+docs:  ## the HTML pages, in docs/_build
+	$(INSTALL) '.[docs]' && $(VENV)/bin/sphinx-build -W -q -b html docs docs/_build

@@ -1,0 +1,1 @@
+"""Benchmarks of cuflash and of what else is installed: ``python -m bench`` in the checkout."""

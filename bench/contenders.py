@@ -1,0 +1,217 @@
+"""Who is timed. To add one, write a function `prepare` and put a Contender in `contenders`.
+
+``prepare(case, x)`` gets the inputs (NumPy arrays, or CuPy arrays of one GPU) and returns a
+function of no arguments: the work that is timed. That returns `out`, or (dq, dk, dv) for a
+backward case, on the axes of cuflash, as arrays or PyTorch tensors. What a backward pass needs
+from the forward pass is made in `prepare`. It raises Refused where it cannot do the case.
+A wheel that takes (batch, length, heads, width) tensors, for example::
+
+    def _some_wheel(case, x):
+        from some_wheel import attention  # importable, or the contender is not listed
+
+        if case.backward or case.dtype not in ("float16", "bfloat16"):
+            raise Refused("forward in 16 bits only")
+        q, k, v = (_tensor(a).transpose(1, 2) for a in (x.q, x.k, x.v))
+        return lambda: attention(q, k, v, causal=case.causal).transpose(1, 2)
+
+    Contender("some wheel", _some_wheel, memory="torch")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuflash import api, arrays
+
+from .cases import Case, Inputs
+
+Call = Callable[[], Any]
+
+
+class Refused(Exception):
+    """The contender cannot do this case; the text says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`memory` names whose allocator knows what a call needs ("" for nobody's)."""
+
+    name: str
+    prepare: Callable[[Case, Inputs], Call]
+    memory: str
+    #: Settings that must hold around `prepare` and the calls, entered outside of the timed part.
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def contenders(device: str) -> list[Contender]:
+    """Everything installed that can run on "cpu" or "cuda"."""
+    own = "cupy" if device == "cuda" else "numpy"
+    found = [cuflash(name, own) for name in api.BACKENDS]
+    found.append(Contender("materialised", _materialised, own))
+    if device == "cuda":
+        found.append(Contender("materialised by head", _materialised_by_head, own))
+    if importlib.util.find_spec("torch"):
+        found += _torch_on_gpu() if device == "cuda" else [Contender("PyTorch", _torch, "")]
+    return found
+
+
+# --- cuflash. ---
+
+
+def cuflash(backend: str, memory: str, config: Any = None) -> Contender:
+    """A backend of ours, with its own choice of configuration or a given one."""
+
+    def prepare(case: Case, x: Inputs) -> Call:
+        problem = case.problem(arrays.device_of(x.q).partition(":")[0])
+        if reason := api.refusal(backend, problem):
+            raise Refused(reason)
+        options = {"causal": case.causal, "backend": backend, "config": config}
+        if not case.backward:
+            return lambda: api.flash_attention(x.q, x.k, x.v, **options)
+        saved = api.flash_attention(x.q, x.k, x.v, return_lse=True, **options)
+        return lambda: api.flash_attention_grad(*x, *saved, **options)
+
+    shown = "" if config is None else f" {config}"
+    return Contender(f"cuflash {backend}{shown}", prepare, memory)
+
+
+# --- The formula as a user writes it, in the dtype of the arrays. ---
+
+
+def _materialised(case: Case, x: Inputs) -> Call:
+    xp = arrays.module_of(x.q)
+    if xp is not np and case.dtype == "bfloat16":
+        raise Refused("CuPy has no product of stacks of bfloat16 matrices")
+    return _formula(case, x, xp, xp.matmul)
+
+
+def _materialised_by_head(case: Case, x: Inputs) -> Call:
+    """CuPy multiplies stacks of 16-bit matrices in float32; one by one, on the matrix units."""
+    if case.dtype not in ("float16", "bfloat16"):
+        raise Refused("only 16-bit dtypes gain from products head by head")
+    xp = arrays.module_of(x.q)
+
+    def product(a: Any, b: Any) -> Any:
+        out = xp.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+        for i in np.ndindex(a.shape[:-2]):
+            xp.dot(a[i], b[i], out=out[i])
+        return out
+
+    return _formula(case, x, xp, product)
+
+
+def _formula(case: Case, x: Inputs, xp: Any, product: Callable[[Any, Any], Any]) -> Call:
+    """softmax(scale q k^T) v, or its gradients; the S x S arrays are reused where they can be."""
+    _fail_before_linux_kills_us(case, x)
+    group, scale = case.heads // case.heads_kv, x.q.dtype.type(case.d**-0.5)
+    hidden = None
+    if case.causal:  # made once: a user would keep it
+        visible = xp.tri(case.sq, case.sk, case.sk - case.sq, dtype=bool)
+        hidden = xp.where(visible, np.float32(0), np.float32(-np.inf)).astype(x.q.dtype)
+
+    def probabilities(k: Any) -> Any:
+        p = product(x.q, k.swapaxes(-1, -2))
+        p *= scale
+        if hidden is not None:
+            p += hidden
+        p -= p.max(-1, keepdims=True)
+        xp.exp(p, out=p)
+        p /= p.sum(-1, keepdims=True)
+        return p
+
+    def repeated(a: Any) -> Any:
+        return xp.repeat(a, group, axis=1) if group > 1 else a
+
+    def summed(a: Any) -> Any:
+        shape = (case.batch, case.heads_kv, group, *a.shape[2:])
+        return a.reshape(shape).sum(2) if group > 1 else a
+
+    def forward() -> Any:
+        return product(probabilities(repeated(x.k)), repeated(x.v))
+
+    def backward() -> Any:
+        k = repeated(x.k)
+        p = probabilities(k)
+        ds = product(x.dout, repeated(x.v).swapaxes(-1, -2))
+        dv = product(p.swapaxes(-1, -2), x.dout)
+        ds -= (p * ds).sum(-1, keepdims=True)
+        ds *= p
+        ds *= scale
+        return product(ds, k), summed(product(ds.swapaxes(-1, -2), x.q)), summed(dv)
+
+    return backward if case.backward else forward
+
+
+def _fail_before_linux_kills_us(case: Case, x: Inputs) -> None:
+    """Linux hands out memory that it does not have and kills who writes to it, so ask first."""
+    if isinstance(x.q, np.ndarray) and hasattr(os, "sysconf"):
+        needed = 3 * case.batch * case.heads * case.sq * case.sk * x.q.itemsize
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > free:
+            raise MemoryError(f"{needed / 1e9:.0f} GB needed, {free / 1e9:.0f} GB free")
+
+
+# --- PyTorch's scaled_dot_product_attention. ---
+
+
+def _torch_on_gpu() -> list[Contender]:
+    """Each implementation inside PyTorch by itself: left alone, it picks one."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kinds = {
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    return [
+        Contender(f"PyTorch {name}", _torch, "torch", functools.partial(sdpa_kernel, kind))
+        for name, kind in kinds.items()
+    ]
+
+
+def _torch(case: Case, x: Inputs) -> Call:
+    import torch
+
+    if case.causal and case.sq != case.sk:
+        raise Refused("is_causal joins the first query to the first key, not last to last")
+    dout, q, k, v = (_tensor(a) for a in x)
+    attention = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        is_causal=case.causal,
+        enable_gqa=case.heads != case.heads_kv,
+    )
+    leaves = (q, k, v)
+    for leaf in leaves if case.backward else ():
+        leaf.requires_grad_()
+    with warnings.catch_warnings(record=True) as why:
+        warnings.simplefilter("always")
+        try:
+            out = attention(q, k, v)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as refusal:
+            reasons = (str(w.message).partition(" (Triggered")[0] for w in why)
+            raise Refused("; ".join([str(refusal).partition("\n")[0], *reasons])) from None
+    if not case.backward:
+        return lambda: attention(q, k, v)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _tensor(a: Any) -> Any:
+    """The same memory as a PyTorch tensor; bfloat16 goes as its bits, as not all can name it."""
+    import torch
+
+    if a.dtype.name == "bfloat16":
+        return torch.from_dlpack(a.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(a)
