@@ -267,10 +267,12 @@ def _panel(report: Report, axis: Any, results: list[Result], names: list[str]) -
             points = {r.case.sk: report.rate(r) for r in mine}
             if points:
                 label = name + (", causal" if causal else "")
-                axis.plot(*zip(*points.items(), strict=True), f"C{i}o{style}", label=label, ms=4)
+                axis.plot(points.keys(), points.values(), f"C{i}o{style}", label=label, ms=4)
     if results:
         ceiling = report.ceilings[results[0].case.dtype] / report.per_second
         axis.axhline(ceiling, color="gray", ls=":", label="matrix product")
+    lengths = sorted({r.case.sk for r in results})
     axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [str(s) for s in lengths])
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)

@@ -112,7 +112,7 @@ def _time_in_turn(
     for result, contender in group:
         with _recorded(result), contender.around():
             call = contender.prepare(result.case, x)
-            device.time(call, 2)
+            device.time(call, 1)
             ready.append((result, contender, call, device.time(call, 1)[0]))
     if not ready:
         return

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -511,7 +512,14 @@ def _launch(name: str, problem: Problem, config: Config, blocks: int, operands, 
     stream = _stream(device, cupy.cuda.get_current_stream(device).ptr)
     wrapped = [_wrapped(device, x.data.ptr, x.shape, x.strides, x.dtype.name) for x in operands]
     with cuda.gpus[device]:
-        _compiled(*compiled)[blocks, threads, stream](*wrapped, *scalars)
+        _configured(compiled, blocks, threads, stream)(*wrapped, *scalars)
+
+
+@functools.lru_cache(4096)
+def _configured(compiled: tuple, blocks: int, threads: tuple, stream: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Grid size 3 will ...": a small problem is no mistake
+        return _compiled(*compiled)[blocks, threads, stream]
 
 
 @functools.lru_cache(4096)

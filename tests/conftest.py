@@ -33,24 +33,29 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU")
-    config.passed = 0
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    def on_gpu(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return "gpu" in item.keywords or params.get("backend", "numpy") != "numpy"
+
+    if config.getoption("--gpu-record"):
+        items[:] = [item for item in items if on_gpu(item)]
     if not GPU:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
 
 
+COUNTS = {"passed": 0, "skipped": 0}
+
+
 def pytest_runtest_logreport(report):
     if report.when == "call" and report.passed:
-        _COUNTS["passed"] += 1
+        COUNTS["passed"] += 1
     if report.skipped:
-        _COUNTS["skipped"] += 1
-
-
-_COUNTS = {"passed": 0, "skipped": 0}
+        COUNTS["skipped"] += 1
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -58,7 +63,7 @@ def pytest_sessionfinish(session, exitstatus):
     if path and GPU and exitstatus == 0:
         import gpu_record
 
-        gpu_record.write(path, _COUNTS)
+        gpu_record.write(path, COUNTS)
 
 
 def pytest_terminal_summary(terminalreporter):

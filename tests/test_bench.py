@@ -1,0 +1,149 @@
+"""The benchmark: it runs, it refuses wrong results, and its sampled reference is the reference."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import attention_reference, attention_reference_grad, flash_attention
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The folder `bench` is in the checkout and not in the package."""
+    monkeypatch.syspath_prepend(ROOT)
+    return pytest.importorskip("bench.run")
+
+
+def _cases(*names):
+    from bench.cases import Case
+
+    return [Case.parse(name) for name in names]
+
+
+def test_command_end_to_end(tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    files = {kind: tmp_path / f"run.{kind}" for kind in ("json", "markdown", "png")}
+    names = ("float32-b1-h2-s64-d8-causal-forward", "float32-b2-h4:2-s33:47-d8:16-full-backward")
+    command = [sys.executable, "-m", "bench", "--device", "cpu", "--seconds", "0.01"]
+    command += ["--only", "numpy", "--only", "materialised"]
+    command += [word for name in names for word in ("--case", name)]
+    command += ["--json", str(files["json"]), "--markdown", str(files["markdown"])]
+    command += ["--plot", str(files["png"])]
+    environment = os.environ | {"MPLBACKEND": "Agg"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cuflash numpy" in done.stdout
+    data = json.loads(files["json"].read_text())
+    assert {result["name"] for result in data["results"]} == set(names)
+    assert {result["contender"] for result in data["results"]} == {"cuflash numpy", "materialised"}
+    for result in data["results"]:
+        assert result["status"] == "ok", result
+        assert result["error"] < result["tolerance"]
+        assert len(result["seconds"]) >= 3 and min(result["seconds"]) > 0
+        assert result["extra_bytes"] > 0
+    assert data["ceilings"]["float32"] > 0 and data["ceilings"]["copy"] > 0
+    assert "| float32 | 1 x 2 | 64 | 8 | causal | forward |" in files["markdown"].read_text()
+    assert files["png"].stat().st_size > 10_000
+    shown = subprocess.run(
+        [sys.executable, "-m", "bench", "--load", str(files["json"])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout == done.stdout
+
+
+def test_only_right_results_are_timed(bench):
+    from bench.contenders import Contender, Refused
+
+    def slightly_off(case, x):
+        return lambda: flash_attention(*x[1:]) * np.float32(1 + 3e-5)
+
+    def one_row_forgotten(case, x):
+        out = flash_attention(*x[1:])
+        out[-1, -1, 100] = 0
+        return lambda: out
+
+    def not_a_number(case, x):
+        return lambda: np.full_like(x.q, np.nan)
+
+    def too_large(case, x):
+        raise MemoryError("no room")
+
+    def unwilling(case, x):
+        raise Refused("not this one")
+
+    def right(case, x):
+        return lambda: flash_attention(*x[1:])
+
+    (case,) = _cases("float32-b2-h3-s257-d8-full-forward")
+    prepared = (slightly_off, one_row_forgotten, not_a_number, too_large, unwilling, right)
+    contenders = [Contender(f.__name__, f, "numpy") for f in prepared]
+    results = bench.run_case(bench.measure.Cpu(), case, contenders, seconds=0.01)
+    said = [(r.status, bool(r.seconds)) for r in results]
+    wrong, memory = ("wrong", False), ("out of memory", False)
+    assert said == [wrong, wrong, wrong, memory, ("refused", False), ("ok", True)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "float64-b3-h6:2-s65:40-d5:7-causal-forward",
+        "float64-b3-h6:2-s65:40-d5:7-causal-backward",
+        "float64-b1-h2-s17:50-d4-causal-backward",
+        "float64-b2-h2-s20:33-d4-full-backward",
+        "float64-b2-h4:1-s1:9-d4-causal-forward",
+    ],
+)
+def test_sampled_reference_is_the_reference(bench, name):
+    from bench.check import error, expected
+
+    (case,) = _cases(name)
+    x = case.inputs(np, seed=1)
+    reference = attention_reference_grad if case.backward else attention_reference
+    whole = reference(*(x if case.backward else x[1:]), causal=case.causal)
+    assert error(case, whole, expected(case, x, block=6)) < 1e-14
+
+
+def test_every_case_has_its_name():
+    """Without the fixture's import of the timing code: the sets alone."""
+    names = subprocess.run(
+        [sys.executable, "-m", "bench", "--device", "cpu", "--set", "gpu", "--list"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(names) == len(set(names)) == 32 + 72
+    assert "bfloat16-b16-h32-s1024-d64-causal-backward" in names
+
+
+def test_case_by_name_and_by_words(bench):
+    from bench.cases import SETS, Case, select
+
+    for cases in SETS.values():
+        assert [Case.parse(case.name) for case in cases] == cases
+    picked = select(["cpu"], ["float32 s4096 d64 causal"])
+    assert [case.direction for case in picked] == ["forward", "backward"]
+    (case,) = _cases("float32-b1-h8:2-s3:5-d4:6-full-forward")
+    assert (case.heads_kv, case.sk, case.dv) == (2, 5, 6)
+    assert case.problem("cpu").flops() == 2 * 8 * 3 * 5 * (4 + 6)
+
+
+def test_sweep_varies_the_default(bench):
+    from bench.sweep import candidates
+
+    (case,) = _cases("float32-b1-h1-s64-d8-full-forward")
+    grid = candidates("numpy", case, "cpu", ["block_q=16,32", "block_k=64"])
+    assert len(grid) == 3
+    assert len(candidates("numpy", case, "cpu", [])) > 10
+    with pytest.raises(ValueError, match="FIELD"):
+        candidates("numpy", case, "cpu", ["blocks=1"])
