@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--only", action="append", default=[], metavar="TEXT", help="contenders with TEXT; repeats")
     add("--skip", action="append", default=[], metavar="TEXT", help="none with TEXT; repeats")
-    add("--seconds", type=float, help="of each measurement, about (0.3; on a GPU 0.2)")
+    add("--seconds", type=float, default=0.2, help="of each measurement, about")
     add("--seed", type=int, default=0, help="of the random inputs")
     add("--sweep", metavar="BACKEND", help="time configurations of one backend of cuflash")
     add("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="configurations for --sweep")
@@ -63,8 +63,7 @@ def main() -> int:
         plan = {case: _contenders(case, device, options) for case in cases}
     except ValueError as unusable:
         parser.error(str(unusable))
-    seconds = options.seconds or (0.2 if gpu else 0.3)
-    report = _measured(device, plan, seconds, options)
+    report = _measured(device, plan, options)
     _show(report, options)
     ours = [r for r in report.results if r.contender.startswith("cuflash") and not options.sweep]
     return any(r.status in ("wrong", "failed") for r in ours)
@@ -90,10 +89,7 @@ def _contenders(case: Case, device: Device, options: argparse.Namespace) -> list
 
 
 def _measured(
-    device: Device,
-    plan: dict[Case, list[Contender]],
-    seconds: float,
-    options: argparse.Namespace,
+    device: Device, plan: dict[Case, list[Contender]], options: argparse.Namespace
 ) -> reporting.Report:
     from rich.console import Console
     from rich.progress import Progress
@@ -102,16 +98,16 @@ def _measured(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("ceilings", total=len(plan))
         dtypes = list(dict.fromkeys(case.dtype for case in plan))
-        report.ceilings |= ceilings(device, dtypes, seconds)
+        report.ceilings |= ceilings(device, dtypes, options.seconds)
         for case, who in plan.items():
             progress.update(task, description=case.name)
-            report.results += run_case(device, case, who, seconds, options.seed)
+            report.results += run_case(device, case, who, options.seconds, options.seed)
             report.header["versions"] = reporting.versions()  # some are imported on first use
             if options.json:
                 report.save(options.json)
             progress.advance(task)
         # Clocks and neighbours change: a ceiling is the higher one of before and after.
-        for name, rate in ceilings(device, dtypes, seconds).items():
+        for name, rate in ceilings(device, dtypes, options.seconds).items():
             report.ceilings[name] = max(rate, report.ceilings[name])
     if options.json:
         report.save(options.json)

@@ -24,6 +24,7 @@ class Cpu:
     kind = "cpu"
     unit, per_second = "GFLOP/s", 1e9
     matmul_side = 2048
+    rounds = 4
     copied_bytes = 2**28
 
     def __init__(self) -> None:
@@ -35,6 +36,10 @@ class Cpu:
 
     def free(self) -> None:
         gc.collect()
+
+    def settle(self) -> None:
+        """A library's threads spin for some 30 ms after a call, on cores that the next needs."""
+        time.sleep(0.04)
 
     def time(self, call: Call, repeats: int) -> list[float]:
         """Seconds of each call."""
@@ -60,6 +65,7 @@ class Gpu:
     kind = "cuda"
     unit, per_second = "TFLOP/s", 1e12
     matmul_side = 8192
+    rounds = 10
     copied_bytes = 2**30
 
     def __init__(self) -> None:
@@ -86,6 +92,9 @@ class Gpu:
         self.xp.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()
+
+    def settle(self) -> None:
+        """A stream has nothing to wait for: calls run one after the other."""
 
     def time(self, call: Call, repeats: int) -> list[float]:
         """Seconds between events around each call, L2 flushed before it."""

@@ -112,15 +112,15 @@ def _time_in_turn(
     for result, contender in group:
         with _recorded(result), contender.around():
             call = contender.prepare(result.case, x)
-            device.time(call, 1)
             ready.append((result, contender, call, device.time(call, 1)[0]))
     if not ready:
         return
-    rounds = measure.repeats_within(seconds, max(one for *_, one in ready), 3, 10)
+    rounds = measure.repeats_within(seconds, max(one for *_, one in ready), 3, device.rounds)
     for _ in range(rounds):
         for result, contender, call, one in _right(ready):
             with _recorded(result), contender.around():
                 repeats = measure.repeats_within(seconds / rounds, one, 1, 50)
+                device.settle()
                 result.seconds += device.time(call, repeats)
     for result, contender, call, one in _right(ready):
         with _recorded(result), contender.around():

@@ -13,7 +13,7 @@ from . import arrays
 from .problem import Problem, make_problem
 
 #: The first that supports the problem is taken: fastest first on either device.
-BACKENDS = ("numpy", "numba")
+BACKENDS = ("numpy", "cuda", "numba")
 
 
 class AttentionGrads(NamedTuple):

@@ -1,0 +1,201 @@
+// Backward for float16 and bfloat16 on the tensor cores of every GPU from Turing on (mma.sync).
+//
+// Three kernels, no atomics, results repeat bit for bit:
+//   row_delta     a warp per row: delta = rowsum(dO * O) - dlse
+//   bwd_sm80_kv   a block per (key tile, key/value head, batch entry): dK and dV. Rows of the products
+//                 are keys, so that P^T and dS^T are A fragments as they lie and never leave registers
+//   bwd_sm80_q    a block per (query tile, head, batch entry): dQ, the same with queries as rows
+// The resident operands stay in shared memory, the streamed ones pass through one buffer each.
+// Options: as fwd_sm80.cu; BLOCK_K and BLOCK_Q are the rows of the resident and of the streamed tile
+// (either way round), PARTS which of dK (1) and dV (2) bwd_sm80_kv computes.
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2.
+#include "softmax.cuh"
+#include "tile.cuh"
+
+using Element = ELEMENT;
+constexpr int kThreads = WARPS * 32;
+constexpr int kM = BLOCK_R / (16 * WARPS);  // 16-row tiles of a warp
+constexpr int kN = BLOCK_S / 8;
+static_assert(BLOCK_R == kM * 16 * WARPS && BLOCK_S % 16 == 0, "tiles of 16");
+
+// R: resident rows, S: streamed rows. K and Q have HEAD_DIM columns, V and dO VALUE_DIM.
+using RWide = Tile<BLOCK_R, HEAD_DIM, kThreads>;
+using RValue = Tile<BLOCK_R, VALUE_DIM, kThreads>;
+using SWide = Tile<BLOCK_S, HEAD_DIM, kThreads>;
+using SValue = Tile<BLOCK_S, VALUE_DIM, kThreads>;
+
+struct Shared {
+  RWide::Storage resident;
+  RValue::Storage resident_value;
+  SWide::Storage streamed;
+  SValue::Storage streamed_value;
+  float lse[BLOCK_S], delta[BLOCK_S];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+DEVICE long long row_start(const Params& p, int batch, int head) {
+  return (static_cast<long long>(batch) * p.heads + head) * p.sq;
+}
+
+// lse in base 2, +inf where P must be 0: beyond the queries, and where a row saw nothing.
+DEVICE float lse_log2(const float* lse, int row, int rows) {
+  const float x = row < rows ? lse[row] : kInfinity;
+  return x == -kInfinity ? kInfinity : x * kLog2e;
+}
+
+// s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
+DEVICE void differentiate(float& s, float& dp, float lse, float delta, const Scores& scores) {
+  const float x = s * scores.unit;
+  s = exp2_approx(x - lse);
+  dp = s * (dp - delta);
+  if (scores.softcap > 0) dp *= scores.slope(x);
+}
+
+extern "C" __global__ void row_delta(const Params p, long long total) {
+  const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+  if (row >= total) return;
+  const int i = row % p.sq, head = row / p.sq % p.heads, batch = row / p.sq / p.heads;
+  const Slice dout(p.dout, batch, head), out(p.out, batch, head);
+  float sum = 0;
+  for (int c = threadIdx.x % 32; c < p.v_width; c += 32)
+    sum += to_float<Element>(dout.at(i, c)) * to_float<Element>(out.at(i, c));
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (threadIdx.x % 32 == 0)
+    static_cast<float*>(p.delta)[row] = p.dlse ? sum - static_cast<const float*>(p.dlse)[row] : sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned k_tile = shared_address(&shared.resident), v_tile = shared_address(&shared.resident_value);
+  const unsigned q_tile = shared_address(&shared.streamed), do_tile = shared_address(&shared.streamed_value);
+
+  const int tiles = (p.sk + BLOCK_R - 1) / BLOCK_R, heads_kv = p.heads / p.group;
+  const int k0 = blockIdx.x % tiles * BLOCK_R;
+  const int head_kv = blockIdx.x / tiles % heads_kv, batch = blockIdx.x / tiles / heads_kv;
+  const Scores scores(p.scale, p.softcap);
+
+  // Queries that see any of these keys, and those that see all.
+  const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
+  const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
+  const Bounds last = k_bounds(min(k0 + BLOCK_R, p.sk) - 1, p.sq, lo_shift, hi_shift);
+  const int q_begin = first.lo / BLOCK_S * BLOCK_S;
+  const int steps = max(0, (last.hi - q_begin + BLOCK_S - 1) / BLOCK_S);
+
+  float dk[kM][HEAD_DIM / 8][4], dv[kM][VALUE_DIM / 8][4];
+  clear(dk);
+  clear(dv);
+  RWide::load<VECTOR>(k_tile, Slice(p.k, batch, head_kv), k0, p.sk, p.d);
+  RValue::load<VECTOR>(v_tile, Slice(p.v, batch, head_kv), k0, p.sk, p.v_width);
+  for (int i = 0; i < steps * p.group; ++i) {
+    const int head = head_kv * p.group + i / steps, q0 = q_begin + i % steps * BLOCK_S;
+    __syncthreads();  // all are done with the tiles before
+    SWide::load<VECTOR>(q_tile, Slice(p.q, batch, head), q0, p.sq, p.d);
+    SValue::load<VECTOR>(do_tile, Slice(p.dout, batch, head), q0, p.sq, p.v_width);
+    copies_commit();
+    const long long rows = row_start(p, batch, head);
+    for (int j = threadIdx.x; j < BLOCK_S; j += kThreads) {
+      shared.lse[j] = lse_log2(static_cast<float*>(p.lse) + rows, q0 + j, p.sq);
+      shared.delta[j] = q0 + j < p.sq ? static_cast<float*>(p.delta)[rows + q0 + j] : 0.0f;
+    }
+    copies_wait();
+    __syncthreads();
+
+    float s[kM][kN][4], ds[kM][kN][4];  // transposed: rows are keys
+    multiply<Element, RWide, SWide>(s, k_tile, q_tile);
+    if (scores.transformed) scores.transform(s);
+    if constexpr (PARTS & 1) multiply<Element, RValue, SValue>(ds, v_tile, do_tile);
+    else clear(ds);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = n * 8 + fragment_column() + e;
+        const float lse = shared.lse[column], delta = shared.delta[column];
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e], lse, delta, scores);
+      }
+    }
+    if (q0 < last.lo || q0 + BLOCK_S > first.hi) {
+      apply_mask(s, k0, q0, p.sq, lo_shift, hi_shift, 0.0f);
+      apply_mask(ds, k0, q0, p.sq, lo_shift, hi_shift, 0.0f);
+    }
+    if constexpr (PARTS & 2) accumulate<Element, SValue>(dv, s, do_tile);
+    if constexpr (PARTS & 1) accumulate<Element, SWide>(dk, ds, q_tile);
+  }
+  copies_wait();
+  __syncthreads();
+
+  float scale[kM][2], one[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) scale[m][0] = scale[m][1] = p.scale, one[m][0] = one[m][1] = 1;
+  if constexpr (PARTS & 1) stage<Element, RWide>(dk, scale, k_tile);
+  if constexpr (PARTS & 2) stage<Element, RValue>(dv, one, v_tile);
+  __syncthreads();
+  if constexpr (PARTS & 1) RWide::store<VECTOR>(Slice(p.dk, batch, head_kv), k_tile, k0, p.sk, p.d);
+  if constexpr (PARTS & 2) RValue::store<VECTOR>(Slice(p.dv, batch, head_kv), v_tile, k0, p.sk, p.v_width);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_q(const Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned q_tile = shared_address(&shared.resident), do_tile = shared_address(&shared.resident_value);
+  const unsigned k_tile = shared_address(&shared.streamed), v_tile = shared_address(&shared.streamed_value);
+
+  const int tiles = (p.sq + BLOCK_R - 1) / BLOCK_R;
+  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
+  const int q0 = (tiles - 1 - blockIdx.x % tiles) * BLOCK_R;  // under a causal mask the longest first
+  const Slice k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
+  const Scores scores(p.scale, p.softcap);
+  const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
+  const Bounds last = k_bounds(min(q0 + BLOCK_R, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
+
+  const long long rows = row_start(p, batch, head);
+  float lse[kM][2], delta[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = q0 + fragment_row<kM>(m, r);
+      lse[m][r] = lse_log2(static_cast<float*>(p.lse) + rows, row, p.sq);
+      delta[m][r] = row < p.sq ? static_cast<float*>(p.delta)[rows + row] : 0.0f;
+    }
+  }
+  float dq[kM][HEAD_DIM / 8][4];
+  clear(dq);
+  RWide::load<VECTOR>(q_tile, Slice(p.q, batch, head), q0, p.sq, p.d);
+  RValue::load<VECTOR>(do_tile, Slice(p.dout, batch, head), q0, p.sq, p.v_width);
+  for (int k0 = first.lo / BLOCK_S * BLOCK_S; k0 < last.hi; k0 += BLOCK_S) {
+    __syncthreads();  // all are done with the tiles before
+    SWide::load<VECTOR>(k_tile, k, k0, p.sk, p.d);
+    SValue::load<VECTOR>(v_tile, v, k0, p.sk, p.v_width);
+    copies_commit();
+    copies_wait();
+    __syncthreads();
+
+    float s[kM][kN][4], ds[kM][kN][4];
+    multiply<Element, RWide, SWide>(s, q_tile, k_tile);
+    if (scores.transformed) scores.transform(s);
+    multiply<Element, RValue, SValue>(ds, do_tile, v_tile);
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) differentiate(s[m][n][e], ds[m][n][e], lse[m][e / 2], delta[m][e / 2], scores);
+    if (k0 < last.lo || k0 + BLOCK_S > first.hi) apply_mask(ds, q0, k0, p.sk, p.lo_shift, p.hi_shift, 0.0f);
+    accumulate<Element, SWide>(dq, ds, k_tile);
+  }
+  copies_wait();
+  __syncthreads();
+
+  float scale[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) scale[m][0] = scale[m][1] = p.scale;
+  stage<Element, RWide>(dq, scale, q_tile);
+  __syncthreads();
+  RWide::store<VECTOR>(Slice(p.dq, batch, head), q_tile, q0, p.sq, p.d);
+}

@@ -1,0 +1,18 @@
+// What a launch is told. cuflash/cuda_backend.py packs the same bytes (its PARAMS); the size is
+// checked here, so that a drift of the two fails when compiling.
+#pragma once
+
+// A four-axis array: strides in elements.
+struct Array {
+  void* data;
+  long long batch, head, row, column;
+};
+
+struct Params {
+  Array q, k, v, out, dout, dq, dk, dv;  // a forward launch has no use for the last four
+  void *lse, *dlse, *delta;              // (batch, heads, sq), contiguous; dlse may be null
+  int heads, group, sq, sk, d, v_width;
+  int lo_shift, hi_shift;  // of k_bounds
+  double scale, softcap;   // softcap 0: none
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");

@@ -1,0 +1,122 @@
+// Online softmax over the fragments of mma.sync: a thread holds two rows of each 16-row tile, and
+// the four threads of a quad share them. Scores are in units of which `unit` makes base-2 exponents.
+#pragma once
+#include "common.cuh"
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kLog2e = 1.44269504088896341f;
+
+// The maximum may lag behind by this factor of 2: exponentials stay below 2^8, sums and output carry
+// the same factor, so out and lse are what they would be, and most rescaling of the output is saved.
+constexpr float kLag = 8.0f;
+
+// How products become base-2 exponents: times `unit`, inside the exponential, except where that
+// would not do: with a softcap, and where the scale is not positive (the largest score must be the
+// largest exponent, and -inf * 0 is NaN). Then `transform` comes first, and `unit` is 1.
+struct Scores {
+  float scale_log2, softcap, unit;
+  bool transformed;
+
+  DEVICE Scores(double scale, double cap)
+      : scale_log2(static_cast<float>(scale) * kLog2e), softcap(cap), transformed(cap > 0 || scale <= 0) {
+    unit = transformed ? 1.0f : scale_log2;
+  }
+
+  template <int kM, int kN>
+  DEVICE void transform(float (&s)[kM][kN][4]) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float x = s[m][n][e] * scale_log2;
+          // tanh(y) = 1 - 2 / (e^2y + 1): right to the rounding of 1, and it saturates.
+          if (softcap > 0)
+            x = softcap * kLog2e * (1.0f - 2.0f / (exp2_approx(2.0f * x / softcap) + 1.0f));
+          s[m][n][e] = x;
+        }
+  }
+
+  // 1 - tanh^2 for a score with this base-2 exponent.
+  DEVICE float slope(float x) const {
+    const float t = x / (softcap * kLog2e);
+    return 1.0f - t * t;
+  }
+};
+
+DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+template <int kMTiles>
+struct OnlineSoftmax {
+  float max[kMTiles][2], sum[kMTiles][2];  // sum: of this thread's columns only
+
+  DEVICE OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[m][r] = -kInfinity, sum[m][r] = 0;
+  }
+
+  // s becomes exponentials; o is rescaled where a maximum rose too far.
+  template <int kS, int kO>
+  DEVICE void add(float (&s)[kMTiles][kS][4], float (&o)[kMTiles][kO][4], float unit) {
+    float factor[kMTiles][2];
+    bool rose = false;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float top = fmaxf(s[m][0][2 * r], s[m][0][2 * r + 1]);
+#pragma unroll
+        for (int n = 1; n < kS; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+        top = quad_max(top);
+        const bool rises = (top - max[m][r]) * unit > kLag;  // false where both are -inf
+        factor[m][r] = rises ? exp2_approx((max[m][r] - top) * unit) : 1.0f;
+        max[m][r] = rises ? top : max[m][r];
+        sum[m][r] *= factor[m][r];
+        rose |= rises;
+      }
+    }
+    if (__any_sync(~0u, rose)) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kO; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[m][n][e] *= factor[m][e / 2];
+    }
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // A row that has seen nothing: exp2(-inf - 0) = 0, where -inf + inf would be NaN.
+        const float base = max[m][r] == -kInfinity ? 0.0f : max[m][r] * unit;
+#pragma unroll
+        for (int n = 0; n < kS; ++n) {
+#pragma unroll
+          for (int e = 2 * r; e < 2 * r + 2; ++e) {
+            s[m][n][e] = exp2_approx(s[m][n][e] * unit - base);
+            sum[m][r] += s[m][n][e];
+          }
+        }
+      }
+    }
+  }
+
+  // 1 / (sum of the row), 0 where nothing was seen; and the row's lse.
+  DEVICE float finish(int m, int r, float unit, float& lse) {
+    const float total = quad_sum(sum[m][r]);
+    lse = total == 0 ? -kInfinity : (max[m][r] * unit + log2f(total)) * kLn2;
+    return total == 0 ? 0.0f : 1.0f / total;
+  }
+};

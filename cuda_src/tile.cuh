@@ -1,0 +1,194 @@
+// A tile of 16-bit elements in shared memory, laid out so that ldmatrix and 16-byte copies meet no
+// bank conflict: slabs of 64 columns (32 where the width is no multiple of 64), rows of a slab
+// back to back, and the 16-byte groups of a row permuted by its number.
+#pragma once
+#include "common.cuh"
+#include "mask.cuh"
+#include "params.cuh"
+
+// One head of an array.
+struct Slice {
+  char* data;
+  long long row, column;  // bytes
+  DEVICE Slice(const Array& a, int batch, int head)
+      : data(static_cast<char*>(a.data) + 2 * (batch * a.batch + head * a.head)), row(2 * a.row), column(2 * a.column) {}
+  DEVICE unsigned short at(int i, int j) const {
+    return *reinterpret_cast<const unsigned short*>(data + i * row + j * column);
+  }
+};
+
+template <int kTileRows, int kTileWidth, int kThreads>
+struct Tile {
+  static constexpr int kRows = kTileRows, kWidth = kTileWidth;
+  static constexpr int kSlab = kWidth % 64 == 0 ? 64 : 32;
+  static constexpr int kGroups = kSlab / 8;  // of 16 bytes, in a row of a slab
+  static constexpr int kSlabBytes = kRows * kSlab * 2;
+  static_assert(kWidth % kSlab == 0 && kRows % 8 == 0, "whole slabs");
+
+  struct __align__(1024) Storage {
+    char bytes[(kRows * kWidth * 2 + 1023) / 1024 * 1024];
+  };
+
+  // Of the 16-byte group g (8 columns) of a row. Eight consecutive rows lie in eight different
+  // sets of four banks.
+  static DEVICE unsigned address(unsigned tile, int row, int g) {
+    const int flip = kSlab == 64 ? row % 8 : row / 2 % 4;
+    return tile + g / kGroups * kSlabBytes + row * kSlab * 2 + ((g % kGroups) ^ flip) * 16;
+  }
+
+  // For load_matrices: rows 16 m .. of this warp's rows, columns 16 c ..: an A operand.
+  static DEVICE unsigned a_address(unsigned tile, int m, int c) {
+    const int lane = threadIdx.x % 32;
+    return address(tile, threadIdx.x / 32 * (kRows / (kThreads / 32)) + m * 16 + lane % 16, 2 * c + lane / 16);
+  }
+
+  // Rows 16 n .., columns 16 c ..: two B operands, the tile's rows being columns of the product.
+  static DEVICE unsigned b_address(unsigned tile, int n, int c) {
+    const int lane = threadIdx.x % 32;
+    return address(tile, n * 16 + lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2);
+  }
+
+  // For load_matrices_transposed: rows 16 c .., columns 16 n ..: two B operands, rows being summed.
+  static DEVICE unsigned bt_address(unsigned tile, int n, int c) {
+    const int lane = threadIdx.x % 32;
+    return address(tile, c * 16 + lane % 16, 2 * n + lane / 16);
+  }
+
+  // Rows row0 .. of x, zeros beyond `rows` and `width`: values out there never enter.
+  template <bool kVector>
+  static DEVICE void load(unsigned tile, const Slice& x, int row0, int rows, int width) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kWidth / 8; i += kThreads) {
+      const int row = i / (kWidth / 8), g = i % (kWidth / 8);
+      const char* from = x.data + (row0 + row) * x.row + g * 8 * x.column;
+      const bool inside = row0 + row < rows;
+      if constexpr (kVector) {
+        copy16(address(tile, row, g), inside && g * 8 < width ? from : x.data, inside && g * 8 < width);
+      } else {
+        unsigned short e[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          e[j] = inside && g * 8 + j < width ? *reinterpret_cast<const unsigned short*>(from + j * x.column) : 0;
+        const unsigned to = address(tile, row, g);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) store_shared(to + 4 * j, e[2 * j] | e[2 * j + 1] << 16);
+      }
+    }
+  }
+
+  template <bool kVector>
+  static DEVICE void store(const Slice& x, unsigned tile, int row0, int rows, int width) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kWidth / 8; i += kThreads) {
+      const int row = i / (kWidth / 8), g = i % (kWidth / 8);
+      if (row0 + row >= rows || g * 8 >= width) continue;
+      const uint4 e = load_shared16(address(tile, row, g));
+      char* to = x.data + (row0 + row) * x.row + g * 8 * x.column;
+      if constexpr (kVector) {
+        *reinterpret_cast<uint4*>(to) = e;
+      } else {
+        const unsigned words[4] = {e.x, e.y, e.z, e.w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (g * 8 + j < width) *reinterpret_cast<unsigned short*>(to + j * x.column) = words[j / 2] >> j % 2 * 16;
+      }
+    }
+  }
+};
+
+template <int kM, int kN>
+DEVICE void clear(float (&c)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[m][n][e] = 0;
+}
+
+// c = A B^T, over the widths of the tiles; the warp's rows of A, all rows of B.
+template <class T, class ATile, class BTile, int kM, int kN>
+DEVICE void multiply(float (&c)[kM][kN][4], unsigned a_tile, unsigned b_tile) {
+  clear(c);
+#pragma unroll
+  for (int i = 0; i < ATile::kWidth / 16; ++i) {
+    unsigned a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) load_matrices(a[m], ATile::a_address(a_tile, m, i));
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      unsigned b[4];
+      load_matrices(b, BTile::b_address(b_tile, n, i));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<T>(c[m][2 * n], a[m], b[0], b[1]);
+        mma<T>(c[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// c += P B. The accumulators p of an earlier product, rounded, are A fragments as they lie.
+template <class T, class BTile, int kM, int kN, int kP>
+DEVICE void accumulate(float (&c)[kM][kN][4], const float (&p)[kM][kP][4], unsigned b_tile) {
+#pragma unroll
+  for (int i = 0; i < kP / 2; ++i) {
+    unsigned a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float(&two)[4] = p[m][2 * i + r / 2];
+        a[m][r] = pack<T>(two[r % 2 * 2], two[r % 2 * 2 + 1]);
+      }
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      unsigned b[4];
+      load_matrices_transposed(b, BTile::bt_address(b_tile, n, i));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<T>(c[m][2 * n], a[m], b[0], b[1]);
+        mma<T>(c[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Where a fragment lies in its tile: the row of half r of 16-row tile m, and the column of
+// element 0 of 8-column tile 0 (element e of n-tile n: + 8 n + e).
+template <int kM>
+DEVICE int fragment_row(int m, int r) {
+  return (threadIdx.x / 32 * kM + m) * 16 + threadIdx.x % 32 / 4 + 8 * r;
+}
+DEVICE int fragment_column() { return threadIdx.x % 4 * 2; }
+
+// Put `hidden` where a row does not see a column. (i0, j0): the first row and column of the tile.
+template <int kM, int kN>
+DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int lo_shift, int hi_shift, float hidden) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Bounds seen = k_bounds(i0 + fragment_row<kM>(m, r), columns, lo_shift, hi_shift);
+      const int lo = seen.lo - j0 - fragment_column(), hi = seen.hi - j0 - fragment_column();
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (n * 8 + e < lo || n * 8 + e >= hi) c[m][n][2 * r + e] = hidden;
+    }
+  }
+}
+
+// Rows of c, each times a factor, rounded into the tile in shared memory: the warp's own rows.
+template <class T, class OTile, int kM, int kN>
+DEVICE void stage(const float (&c)[kM][kN][4], const float (&factor)[kM][2], unsigned tile) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+        store_shared(OTile::address(tile, fragment_row<kM>(m, r), n) + 2 * fragment_column(),
+                     pack<T>(c[m][n][2 * r] * factor[m][r], c[m][n][2 * r + 1] * factor[m][r]));
+}

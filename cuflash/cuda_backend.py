@@ -1,0 +1,231 @@
+"""Raw CUDA kernels: which one and which tiles a problem gets, and its launch.
+
+A kernel's file name is its dispatch name: `fwd_sm80.cu` holds `fwd_sm80`. Every variant (dtype,
+widths, tiles, whether 16-byte copies are possible) is a module of its own, compiled on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _compile
+from .problem import Problem
+
+#: Params of params.cuh: eight arrays (pointer and four strides), three pointers, sizes, numbers.
+PARAMS = struct.Struct("43q8i2d")
+ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
+KIB = 1024
+
+
+class Tiles(NamedTuple):
+    """Rows that stay in shared memory, rows that stream past at a time, and warps of a block."""
+
+    resident: int
+    streamed: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of the forward kernel, of the pass for dK and dV, and of the pass for dQ."""
+
+    forward: Tiles
+    backward_kv: Tiles
+    backward_q: Tiles
+
+
+# By the larger of the two widths, padded: candidates, the first that fits the device is taken.
+# Measured TFLOP/s are in docs/kernels.md; the last of each row fits 48 KiB, so every GPU.
+FORWARD = {
+    64: [Tiles(128, 64, 4)],
+    128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],
+    192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
+    256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(64, 32, 4), Tiles(32, 32, 2)],
+}
+BACKWARD_KV = {
+    64: [Tiles(128, 64, 8), Tiles(64, 64, 4)],
+    128: [Tiles(128, 32, 8), Tiles(64, 16, 4)],
+    192: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 16, 2)],
+    256: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(16, 16, 1)],
+}
+BACKWARD_Q = {
+    64: [Tiles(128, 64, 8), Tiles(64, 64, 4)],
+    128: [Tiles(128, 64, 8), Tiles(64, 32, 4), Tiles(64, 16, 4)],
+    192: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 16, 2)],
+    256: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(16, 16, 1)],
+}
+
+
+class Variant(NamedTuple):
+    """One compiled kernel: its file, entry point, macros and sizes of a block."""
+
+    file: str
+    entry: str
+    macros: _compile.Macros
+    threads: int
+    shared_bytes: int
+
+
+def padded(width: int) -> int:
+    return -(-width // 32) * 32
+
+
+def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
+    d, dv = padded(problem.d), padded(problem.dv)
+    q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
+    shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
+    rows = {"BLOCK_Q": tiles.resident, "BLOCK_K": tiles.streamed}
+    return _variant("fwd_sm80.cu", "fwd_sm80", problem, tiles, vector, shared, rows)
+
+
+def backward_variant(
+    entry: str, problem: Problem, tiles: Tiles, vector: bool, parts: int
+) -> Variant:
+    d, dv = padded(problem.d), padded(problem.dv)
+    shared = sum(_tile_bytes(rows, w) for rows in tiles[:2] for w in (d, dv))
+    shared += _rounded(2 * 4 * tiles.streamed)  # lse and delta of the streamed rows
+    rows = {"BLOCK_R": tiles.resident, "BLOCK_S": tiles.streamed, "PARTS": parts}
+    return _variant("bwd_sm80.cu", entry, problem, tiles, vector, shared, rows)
+
+
+def _variant(file, entry, problem, tiles, vector, shared, rows) -> Variant:
+    macros = {
+        "ELEMENT": ELEMENTS[problem.dtype],
+        "HEAD_DIM": padded(problem.d),
+        "VALUE_DIM": padded(problem.dv),
+        **rows,
+        "WARPS": tiles.warps,
+        "VECTOR": int(vector),
+        "SHARED_BYTES": shared,
+        "PARAMS_BYTES": PARAMS.size,
+    }
+    return Variant(file, entry, tuple(macros.items()), 32 * tiles.warps, shared)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+def _tile_bytes(rows: int, width: int) -> int:
+    return _rounded(2 * rows * width)
+
+
+def parts_of(problem: Problem) -> tuple[int, ...]:
+    """What each launch of the kv pass computes, dK (1) and dV (2): wide ones do not fit at once."""
+    return (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
+
+
+def config_for(problem: Problem, shared_limit: int) -> Config:
+    """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
+    width = next(w for w in FORWARD if w >= max(problem.d, problem.dv))
+
+    def first(table, variant):
+        return next(t for t in table[width] if variant(t).shared_bytes <= shared_limit)
+
+    return Config(
+        first(FORWARD, lambda t: forward_variant(problem, t, True)),
+        first(BACKWARD_KV, lambda t: backward_variant("bwd_sm80_kv", problem, t, True, 3)),
+        first(BACKWARD_Q, lambda t: backward_variant("bwd_sm80_q", problem, t, True, 3)),
+    )
+
+
+def default_config(problem: Problem) -> Config:
+    import cupy
+
+    return config_for(problem, _limits(cupy.cuda.runtime.getDevice())[1])
+
+
+@functools.cache
+def _limits(device: int) -> tuple[int, int]:
+    """Compute capability (major * 10 + minor) and shared memory that a block may opt in to."""
+    import cupy
+
+    attributes = cupy.cuda.Device(device).attributes
+    capability = attributes["ComputeCapabilityMajor"] * 10 + attributes["ComputeCapabilityMinor"]
+    return capability, attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+def unsupported(problem: Problem) -> str | None:
+    if problem.device == "cpu":
+        return "it takes arrays on a GPU, and these are NumPy arrays; cupy.asarray copies them"
+    if problem.dtype not in ELEMENTS:
+        return f"it has no kernels for {problem.dtype}"
+    if max(problem.d, problem.dv) > 256:
+        return f"its widths end at 256, and these are {problem.d} and {problem.dv}"
+    import cupy
+
+    capability, _ = _limits(cupy.cuda.runtime.getDevice())
+    needed = 75 if problem.dtype == "float16" else 80
+    if capability < needed:
+        return f"{problem.dtype} needs compute capability {needed / 10}, and not {capability / 10}"
+    return None
+
+
+def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
+    """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
+    variant = forward_variant(problem, config.forward, _vector(q, k, v, out))
+    blocks = problem.batch * problem.heads * -(-problem.sq // config.forward.resident)
+    _launch(variant, blocks, _params(problem, (q, k, v, out), (lse, None, None)))
+
+
+def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
+    """Write `dq`, `dk` and `dv`."""
+    import cupy
+
+    lse = cupy.ascontiguousarray(lse)
+    dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
+    delta = cupy.empty(lse.shape, "float32")
+    params = _params(problem, (q, k, v, out, dout, dq, dk, dv), (lse, dlse, delta))
+    vector = _vector(q, k, v, dout, dq, dk, dv)
+    row_delta = backward_variant("row_delta", problem, config.backward_q, vector, 3)
+    row_delta = row_delta._replace(threads=256, shared_bytes=0)
+    _launch(row_delta, -(-delta.size // 8), params, np.int64(delta.size))
+    blocks = problem.batch * problem.heads_kv * -(-problem.sk // config.backward_kv.resident)
+    for parts in parts_of(problem):
+        kv = backward_variant("bwd_sm80_kv", problem, config.backward_kv, vector, parts)
+        _launch(kv, blocks, params)
+    blocks = problem.batch * problem.heads * -(-problem.sq // config.backward_q.resident)
+    _launch(backward_variant("bwd_sm80_q", problem, config.backward_q, vector, 3), blocks, params)
+
+
+def _vector(*operands: Any) -> bool:
+    """Whether all rows are aligned groups of 8 elements, so that 16-byte copies are possible."""
+    return all(
+        x.shape[-1] % 8 == 0
+        and x.data.ptr % 16 == 0
+        and x.strides[-1] == x.itemsize
+        and not any(stride % 16 for stride in x.strides[:-1])
+        for x in operands
+    )
+
+
+def _params(problem: Problem, operands: tuple, rows: tuple) -> np.ndarray:
+    numbers = []
+    for x in operands:
+        numbers.append(x.data.ptr)
+        numbers += [stride // x.itemsize for stride in x.strides]
+    numbers += [0] * (40 - len(numbers))
+    numbers += [0 if x is None else x.data.ptr for x in rows]
+    p = problem
+    packed = PARAMS.pack(
+        *numbers, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, p.scale, p.softcap or 0.0
+    )
+    return np.frombuffer(packed, np.uint8)
+
+
+def _launch(variant: Variant, blocks: int, *args: Any) -> None:
+    if blocks:
+        import cupy
+
+        kernel = _kernel(cupy.cuda.runtime.getDevice(), variant)
+        kernel((blocks,), (variant.threads,), args, shared_mem=variant.shared_bytes)
+
+
+@functools.cache
+def _kernel(device: int, variant: Variant) -> Any:
+    return _compile.kernel(variant.file, variant.entry, variant.macros, variant.shared_bytes)
