@@ -14,7 +14,7 @@ test:  ## lint, types and every test that this machine can run
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest
 gpu-test:  ## the suite on this machine's GPU; writes the record when all passed
-	$(PYTHON) -m pytest --gpu-record tests/gpu_record.json
+	$(PYTHON) -m pytest --gpu-record tests/gpu_record.json $(PYTEST_ARGS)
 gpu-status:  ## does the record match the sources?
 	$(PYTHON) tests/gpu_record.py
 bench:  ## the table and plot of the README

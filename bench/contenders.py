@@ -166,8 +166,11 @@ def _fail_before_linux_kills_us(case: Case, x: Inputs) -> None:
 
 def _torch_on_gpu() -> list[Contender]:
     """Each implementation inside PyTorch by itself: left alone, it picks one."""
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if not torch.cuda.is_available():
+        return []
     kinds = {
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "flash": SDPBackend.FLASH_ATTENTION,

@@ -32,7 +32,10 @@ class Cpu:
 
     def describe(self) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return {"machine": f"{_cpu_model()}, {cores} cores", **_blas()}
+        shown = {"machine": f"{_cpu_model()}, {cores} cores", **_blas()}
+        if hasattr(os, "getloadavg"):  # others at work here make every number noise
+            shown["load before"] = f"{os.getloadavg()[0]:.1f} processes in the last minute"
+        return shown
 
     def free(self) -> None:
         gc.collect()

@@ -145,9 +145,9 @@ def _limits(device: int) -> tuple[int, int]:
     """Compute capability (major * 10 + minor) and shared memory that a block may opt in to."""
     import cupy
 
-    attributes = cupy.cuda.Device(device).attributes
-    capability = attributes["ComputeCapabilityMajor"] * 10 + attributes["ComputeCapabilityMinor"]
-    return capability, attributes["MaxSharedMemoryPerBlockOptin"]
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    capability = properties["major"] * 10 + properties["minor"]
+    return capability, properties["sharedMemPerBlockOptin"]
 
 
 def unsupported(problem: Problem) -> str | None:

@@ -248,15 +248,15 @@ def _backward_kv(t: Tile, d_slices: int, dv_slices: int):
                     lo, hi = k_bounds_on_gpu(j0 + y + i * N, sq, lo_shift, hi_shift)
                     for j in range(R):
                         row = i0 + x + j * N
+                        probability, gradient = real(0), real(0)
                         # A row whose every score is -inf has no gradient: -inf + inf is NaN.
                         if lo <= row < hi and lse[batch, h, row] != minus_infinity:
-                            e, d = lse[batch, h, row], delta[batch, h, row]
-                            p[i, j], ds[i, j] = differentiate(
-                                p[i, j] * scale, ds[i, j], softcap, e, d
-                            )
-                        else:
-                            p[i, j], ds[i, j] = real(0), real(0)
-                        a[y + i * N, x + j * N] = p[i, j]
+                            probability, gradient = differentiate(
+                                p[i, j] * scale, ds[i, j], softcap, lse[batch, h, row],
+                                delta[batch, h, row],
+                            )  # fmt: skip
+                        p[i, j], ds[i, j] = probability, gradient
+                        a[y + i * N, x + j * N] = probability
                 # Line 12: dV = dV + P^T dO.
                 for c in range(dv_slices):
                     load(b, doh, i0, c * T)
@@ -313,12 +313,13 @@ def _backward_q(t: Tile, d_slices: int, dv_slices: int):
                 lo, hi = k_bounds_on_gpu(row, sk, lo_shift, hi_shift)
                 for j in range(R):
                     key = j0 + x + j * N
+                    gradient = real(0)
                     if row < sq and lo <= key < hi and lse[batch, h, row] != minus_infinity:
-                        e, d = lse[batch, h, row], delta[batch, h, row]
-                        _, ds[i, j] = differentiate(s[i, j] * scale, ds[i, j], softcap, e, d)
-                    else:
-                        ds[i, j] = real(0)
-                    a[y + i * N, x + j * N] = ds[i, j]
+                        _, gradient = differentiate(
+                            s[i, j] * scale, ds[i, j], softcap, lse[batch, h, row],
+                            delta[batch, h, row],
+                        )  # fmt: skip
+                    a[y + i * N, x + j * N] = gradient
             # Line 15: dQ = dQ + dS K.
             for c in range(d_slices):
                 load(b, kh, j0, c * T)
