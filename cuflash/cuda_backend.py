@@ -18,6 +18,7 @@ from .problem import Problem
 
 #: Params of params.cuh: eight arrays (pointer and four strides), three pointers, sizes, numbers.
 PARAMS = struct.Struct("43q8i2d")
+_PARAMS_DTYPE = np.dtype((np.void, PARAMS.size))  # CuPy passes an array of one element by value
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 KIB = 1024
 
@@ -215,7 +216,7 @@ def _params(problem: Problem, operands: tuple, rows: tuple) -> np.ndarray:
     packed = PARAMS.pack(
         *numbers, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, p.scale, p.softcap or 0.0
     )
-    return np.frombuffer(packed, np.uint8)
+    return np.frombuffer(packed, _PARAMS_DTYPE)
 
 
 def _launch(variant: Variant, blocks: int, *args: Any) -> None:

@@ -60,7 +60,8 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session, exitstatus):
     path = session.config.getoption("--gpu-record")
-    if path and GPU and exitstatus == 0:
+    worker = hasattr(session.config, "workerinput")  # of pytest-xdist: it saw its share only
+    if path and GPU and exitstatus == 0 and not worker:
         import gpu_record
 
         gpu_record.write(path, COUNTS)
