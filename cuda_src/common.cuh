@@ -65,6 +65,15 @@ DEVICE void copy16(unsigned to, const void* from, bool valid) {
 #endif
 }
 
+DEVICE void copy4(unsigned to, const void* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0));
+#else
+  const unsigned x = valid ? *static_cast<const unsigned*>(from) : 0;
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x));
+#endif
+}
+
 DEVICE void copies_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;");

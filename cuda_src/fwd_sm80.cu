@@ -4,7 +4,7 @@
 // scores, exponentials and output never leave its registers. K and V tiles pass through shared
 // memory, one buffer each: V is copied in while Q K^T is computed, the next K during softmax and P V.
 // Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q, BLOCK_K,
-// WARPS, VECTOR (1: rows of 16-byte aligned 8-element groups; 0: any strides).
+// WARPS, TRANSFORM (softmax.cuh), VECTOR (1: rows of 16-byte aligned 8-element groups; 0: any strides).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80(const Params 
 
     float s[kMTiles][BLOCK_K / 8][4];
     multiply<Element, QTile, KTile>(s, q_tile, k_tile);
-    if (scores.transformed) scores.transform(s);
+    scores.transform(s);
     if (k0 < last.lo || k0 + BLOCK_K > first.hi)
       apply_mask(s, q0, k0, p.sk, p.lo_shift, p.hi_shift, -kInfinity);
 
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80(const Params 
       if (fragment_column() == 0 && row < p.sq) lse[row] = row_lse;
     }
   }
-  stage<Element, OTile>(o, inverse, q_tile);
+  stage_rows<Element, OTile>(o, inverse, q_tile);
   __syncthreads();
   OTile::store<VECTOR>(out, q_tile, q0, p.sq, p.v_width);
 }

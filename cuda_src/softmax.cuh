@@ -13,18 +13,17 @@ constexpr float kLag = 8.0f;
 
 // How products become base-2 exponents: times `unit`, inside the exponential, except where that
 // would not do: with a softcap, and where the scale is not positive (the largest score must be the
-// largest exponent, and -inf * 0 is NaN). Then `transform` comes first, and `unit` is 1.
+// largest exponent, and -inf * 0 is NaN). Then TRANSFORM is 1: `transform` comes first, `unit` is 1.
 struct Scores {
   float scale_log2, softcap, unit;
-  bool transformed;
 
   DEVICE Scores(double scale, double cap)
-      : scale_log2(static_cast<float>(scale) * kLog2e), softcap(cap), transformed(cap > 0 || scale <= 0) {
-    unit = transformed ? 1.0f : scale_log2;
-  }
+      : scale_log2(static_cast<float>(scale) * kLog2e), softcap(cap), unit(TRANSFORM ? 1.0f : scale_log2) {}
 
   template <int kM, int kN>
   DEVICE void transform(float (&s)[kM][kN][4]) const {
+    if constexpr (!TRANSFORM) return;
+    const float cap = softcap * kLog2e, to_tanh = 2.0f / softcap;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -33,15 +32,15 @@ struct Scores {
         for (int e = 0; e < 4; ++e) {
           float x = s[m][n][e] * scale_log2;
           // tanh(y) = 1 - 2 / (e^2y + 1): right to the rounding of 1, and it saturates.
-          if (softcap > 0)
-            x = softcap * kLog2e * (1.0f - 2.0f / (exp2_approx(2.0f * x / softcap) + 1.0f));
+          if (softcap > 0) x = cap * (1.0f - __fdividef(2.0f, exp2_approx(x * to_tanh) + 1.0f));
           s[m][n][e] = x;
         }
   }
 
-  // 1 - tanh^2 for a score with this base-2 exponent.
+  // 1 - tanh^2 for a score with this base-2 exponent; 1 without a softcap.
   DEVICE float slope(float x) const {
-    const float t = x / (softcap * kLog2e);
+    if (!TRANSFORM || softcap <= 0) return 1.0f;
+    const float t = __fdividef(x, softcap * kLog2e);
     return 1.0f - t * t;
   }
 };

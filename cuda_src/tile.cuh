@@ -23,6 +23,10 @@ struct Tile {
   static constexpr int kSlab = kWidth % 64 == 0 ? 64 : 32;
   static constexpr int kGroups = kSlab / 8;  // of 16 bytes, in a row of a slab
   static constexpr int kSlabBytes = kRows * kSlab * 2;
+  // Copies: a thread keeps its group of columns and steps down the rows.
+  static constexpr int kRowGroups = kWidth / 8, kRowStep = kThreads / kRowGroups;
+  static constexpr int kCopies = (kRows + kRowStep - 1) / kRowStep;
+  static constexpr bool kIdle = kThreads % kRowGroups != 0;  // some threads have nothing to copy
   static_assert(kWidth % kSlab == 0 && kRows % 8 == 0, "whole slabs");
 
   struct __align__(1024) Storage {
@@ -36,52 +40,61 @@ struct Tile {
     return tile + g / kGroups * kSlabBytes + row * kSlab * 2 + ((g % kGroups) ^ flip) * 16;
   }
 
-  // For load_matrices: rows 16 m .. of this warp's rows, columns 16 c ..: an A operand.
-  static DEVICE unsigned a_address(unsigned tile, int m, int c) {
-    const int lane = threadIdx.x % 32;
-    return address(tile, threadIdx.x / 32 * (kRows / (kThreads / 32)) + m * 16 + lane % 16, 2 * c + lane / 16);
+  // Where this lane reads its row of the 16 x 16 part at the tile's origin, in the three ways that
+  // fragments are loaded; `part` moves on from there. One register serves a whole row of parts.
+  // A operand: the warp's rows of the tile.
+  static DEVICE unsigned a_origin(unsigned tile) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return address(tile, warp * (kRows / (kThreads / 32)) + lane % 16, lane / 16);
   }
-
-  // Rows 16 n .., columns 16 c ..: two B operands, the tile's rows being columns of the product.
-  static DEVICE unsigned b_address(unsigned tile, int n, int c) {
+  // Two B operands, the tile's rows being columns of the product.
+  static DEVICE unsigned b_origin(unsigned tile) {
     const int lane = threadIdx.x % 32;
-    return address(tile, n * 16 + lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2);
+    return address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
-
-  // For load_matrices_transposed: rows 16 c .., columns 16 n ..: two B operands, rows being summed.
-  static DEVICE unsigned bt_address(unsigned tile, int n, int c) {
+  // The same for load_matrices_transposed: the tile's rows being summed over.
+  static DEVICE unsigned bt_origin(unsigned tile) {
     const int lane = threadIdx.x % 32;
-    return address(tile, c * 16 + lane % 16, 2 * n + lane / 16);
+    return address(tile, lane % 16, lane / 16);
+  }
+  // Rows 16 i .., columns 16 j ..: two 16-byte groups further is one bit flipped.
+  static DEVICE unsigned part(unsigned origin, int i, int j) {
+    return (origin ^ j % (kSlab / 16) * 32) + j / (kSlab / 16) * kSlabBytes + i * 16 * kSlab * 2;
   }
 
   // Rows row0 .. of x, zeros beyond `rows` and `width`: values out there never enter.
   template <bool kVector>
   static DEVICE void load(unsigned tile, const Slice& x, int row0, int rows, int width) {
+    const int first = threadIdx.x / kRowGroups, g = threadIdx.x % kRowGroups;
+    const char* from = x.data + (row0 + first) * x.row + g * 8 * x.column;
 #pragma unroll
-    for (int i = threadIdx.x; i < kRows * kWidth / 8; i += kThreads) {
-      const int row = i / (kWidth / 8), g = i % (kWidth / 8);
-      const char* from = x.data + (row0 + row) * x.row + g * 8 * x.column;
+    for (int n = 0; n < kCopies; ++n) {
+      const int row = n * kRowStep + first;
+      if ((kIdle && first >= kRowStep) || (kRows % kRowStep && row >= kRows)) break;
+      const unsigned to = address(tile, row, g);
       const bool inside = row0 + row < rows;
       if constexpr (kVector) {
-        copy16(address(tile, row, g), inside && g * 8 < width ? from : x.data, inside && g * 8 < width);
+        copy16(to, from, inside && g * 8 < width);
       } else {
-        unsigned short e[8];
+        unsigned e[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j)
           e[j] = inside && g * 8 + j < width ? *reinterpret_cast<const unsigned short*>(from + j * x.column) : 0;
-        const unsigned to = address(tile, row, g);
 #pragma unroll
         for (int j = 0; j < 4; ++j) store_shared(to + 4 * j, e[2 * j] | e[2 * j + 1] << 16);
       }
+      from += kRowStep * x.row;
+      asm("" : "+l"(from));  // else all the rows' pointers are kept in registers across the main loop
     }
   }
 
   template <bool kVector>
   static DEVICE void store(const Slice& x, unsigned tile, int row0, int rows, int width) {
+    const int first = threadIdx.x / kRowGroups, g = threadIdx.x % kRowGroups;
 #pragma unroll
-    for (int i = threadIdx.x; i < kRows * kWidth / 8; i += kThreads) {
-      const int row = i / (kWidth / 8), g = i % (kWidth / 8);
-      if (row0 + row >= rows || g * 8 >= width) continue;
+    for (int n = 0; n < kCopies; ++n) {
+      const int row = n * kRowStep + first;
+      if (first >= kRowStep || row >= kRows || row0 + row >= rows || g * 8 >= width) break;
       const uint4 e = load_shared16(address(tile, row, g));
       char* to = x.data + (row0 + row) * x.row + g * 8 * x.column;
       if constexpr (kVector) {
@@ -110,15 +123,16 @@ DEVICE void clear(float (&c)[kM][kN][4]) {
 template <class T, class ATile, class BTile, int kM, int kN>
 DEVICE void multiply(float (&c)[kM][kN][4], unsigned a_tile, unsigned b_tile) {
   clear(c);
+  const unsigned a_origin = ATile::a_origin(a_tile), b_origin = BTile::b_origin(b_tile);
 #pragma unroll
   for (int i = 0; i < ATile::kWidth / 16; ++i) {
     unsigned a[kM][4];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) load_matrices(a[m], ATile::a_address(a_tile, m, i));
+    for (int m = 0; m < kM; ++m) load_matrices(a[m], ATile::part(a_origin, m, i));
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
       unsigned b[4];
-      load_matrices(b, BTile::b_address(b_tile, n, i));
+      load_matrices(b, BTile::part(b_origin, n, i));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         mma<T>(c[m][2 * n], a[m], b[0], b[1]);
@@ -131,6 +145,7 @@ DEVICE void multiply(float (&c)[kM][kN][4], unsigned a_tile, unsigned b_tile) {
 // c += P B. The accumulators p of an earlier product, rounded, are A fragments as they lie.
 template <class T, class BTile, int kM, int kN, int kP>
 DEVICE void accumulate(float (&c)[kM][kN][4], const float (&p)[kM][kP][4], unsigned b_tile) {
+  const unsigned b_origin = BTile::bt_origin(b_tile);
 #pragma unroll
   for (int i = 0; i < kP / 2; ++i) {
     unsigned a[kM][4];
@@ -144,7 +159,7 @@ DEVICE void accumulate(float (&c)[kM][kN][4], const float (&p)[kM][kP][4], unsig
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
       unsigned b[4];
-      load_matrices_transposed(b, BTile::bt_address(b_tile, n, i));
+      load_matrices_transposed(b, BTile::part(b_origin, i, n));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         mma<T>(c[m][2 * n], a[m], b[0], b[1]);
@@ -182,7 +197,7 @@ DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int l
 
 // Rows of c, each times a factor, rounded into the tile in shared memory: the warp's own rows.
 template <class T, class OTile, int kM, int kN>
-DEVICE void stage(const float (&c)[kM][kN][4], const float (&factor)[kM][2], unsigned tile) {
+DEVICE void stage_rows(const float (&c)[kM][kN][4], const float (&factor)[kM][2], unsigned tile) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll

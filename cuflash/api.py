@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -103,14 +104,12 @@ def flash_attention(
            [0.532, 0.532],
            [0.845, 0.578]])
     """
-    problem, q4, k4, v4 = canonical(
-        q, k, v, scale=scale, causal=causal, window=window, softcap=softcap
-    )
-    run, config = _choose(problem, backend, config)
+    problem, q4, k4, v4 = canonical(q, k, v, scale, causal, window, softcap)
     shape = _shape(q)
     if out is not None:
         out = _writeable(out, (*shape[:-1], problem.dv), q4)
     with _on_device(q4):
+        run, config = _choose(problem, backend, config, arrays.device_of(q4))
         out4: Any = None if out is None else _target(out, q4, k4, v4)
         aside = out4 is None  # new memory, to copy from where out cannot take the result
         if aside:
@@ -183,10 +182,7 @@ def flash_attention_grad(
     >>> bool(np.allclose(grads.dv.sum(0), 5))  # each of 5 rows of P sums to 1
     True
     """
-    problem, q4, k4, v4 = canonical(
-        q, k, v, scale=scale, causal=causal, window=window, softcap=softcap
-    )
-    run, config = _choose(problem, backend, config)
+    problem, q4, k4, v4 = canonical(q, k, v, scale, causal, window, softcap)
     rows = _shape(q)[:-1]
     dout = _companion("dout", dout, (*rows, problem.dv), problem.dtype, q4)
     out = _companion("out", out, (*rows, problem.dv), problem.dtype, q4)
@@ -195,6 +191,7 @@ def flash_attention_grad(
         dlse = arrays.three_axes(_companion("dlse", dlse, rows, problem.compute, q4))
     with _on_device(q4):
         dout4, out4, lse3 = arrays.four_axes(dout), arrays.four_axes(out), arrays.three_axes(lse)
+        run, config = _choose(problem, backend, config, arrays.device_of(q4))
         grads = [arrays.empty_in_order(x, x.shape) for x in (q4, k4, v4)]
         run.backward(problem, config, dout4, q4, k4, v4, out4, lse3, dlse, *grads)
     return AttentionGrads(*(g.reshape(_shape(x)) for g, x in zip(grads, (q, k, v), strict=True)))
@@ -260,14 +257,27 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
         return out.astype(outs[0].dtype), top + xp.log(total)
 
 
-def canonical(q: Any, k: Any, v: Any, **options: Any) -> tuple[Problem, Any, Any, Any]:
+def canonical(
+    q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, softcap: Any
+) -> tuple[Problem, Any, Any, Any]:
     """The Problem, and q, k, v as arrays of four axes."""
-    q, k, v = (arrays.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    arrays.same_device(q=q, k=k, v=v)
-    arrays.same_dtype(q=q, k=k, v=v)
-    device = arrays.device_of(q).partition(":")[0]
-    problem = make_problem(device, q.dtype.name, q.shape, k.shape, v.shape, **options)
-    return problem, *(arrays.four_axes(x) for x in (q, k, v))
+    q, k, v = arrays.as_array("q", q), arrays.as_array("k", k), arrays.as_array("v", v)
+    device = arrays.device_of(q)
+    if not device == arrays.device_of(k) == arrays.device_of(v):
+        arrays.same_device(q=q, k=k, v=v)
+    if not q.dtype == k.dtype == v.dtype:
+        arrays.same_dtype(q=q, k=k, v=v)
+    what = (device.partition(":")[0], arrays.dtype_name(q.dtype), q.shape, k.shape, v.shape)
+    try:
+        # A window's own types are not told apart by the cache: (True, 0) would pass for (1, 0).
+        make = _cached_problem if window is None else make_problem
+        problem = make(*what, scale, causal, window, softcap)
+    except TypeError:  # an option that cannot be hashed, or is wrong
+        problem = make_problem(*what, scale, causal, window, softcap)
+    return problem, arrays.four_axes(q), arrays.four_axes(k), arrays.four_axes(v)
+
+
+_cached_problem = functools.lru_cache(4096, typed=True)(make_problem)
 
 
 def load_backend(name: str) -> ModuleType | str:
@@ -284,8 +294,9 @@ def refusal(name: str, problem: Problem) -> str | None:
     return module if isinstance(module, str) else module.unsupported(problem)
 
 
-def _choose(problem: Problem, backend: str | None, config: Any) -> tuple[Any, Any]:
-    """The backend's module and the tile configuration to run."""
+@functools.lru_cache(4096)
+def _choose(problem: Problem, backend: str | None, config: Any, device: str) -> tuple[Any, Any]:
+    """The backend's module and the tile configuration, for the current device (`device`)."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
     refused = {}
@@ -307,7 +318,7 @@ def _on_device(x: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)  # a list has none
 
 
 def _companion(name: str, x: Any, shape: tuple[int, ...], dtype: str, q: Any) -> Any:

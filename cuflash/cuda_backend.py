@@ -16,19 +16,20 @@ import numpy as np
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), three pointers, sizes, numbers.
-PARAMS = struct.Struct("43q8i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), four rows, sizes, numbers.
+PARAMS = struct.Struct("44q8i2d")
 _PARAMS_DTYPE = np.dtype((np.void, PARAMS.size))  # CuPy passes an array of one element by value
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 KIB = 1024
 
 
 class Tiles(NamedTuple):
-    """Rows that stay in shared memory, rows that stream past at a time, and warps of a block."""
+    """Rows that stay in shared memory, rows that stream past at a time, warps, and buffers."""
 
     resident: int
     streamed: int
     warps: int
+    stages: int = 2  # of the streamed tiles in a backward pass; a forward pass has one of each
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ FORWARD = {
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(64, 32, 4), Tiles(32, 32, 2)],
 }
 BACKWARD_KV = {
-    64: [Tiles(128, 64, 8), Tiles(64, 64, 4)],
-    128: [Tiles(128, 32, 8), Tiles(64, 16, 4)],
-    192: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 16, 2)],
-    256: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(16, 16, 1)],
+    64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
+    128: [Tiles(64, 64, 4), Tiles(32, 32, 2), Tiles(32, 16, 2)],
+    192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
+    256: [Tiles(64, 32, 4), Tiles(32, 32, 2), Tiles(16, 16, 1, 1)],
 }
 BACKWARD_Q = {
-    64: [Tiles(128, 64, 8), Tiles(64, 64, 4)],
-    128: [Tiles(128, 64, 8), Tiles(64, 32, 4), Tiles(64, 16, 4)],
-    192: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 16, 2)],
-    256: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(16, 16, 1)],
+    64: [Tiles(128, 64, 4), Tiles(64, 32, 4)],
+    128: [Tiles(128, 32, 4), Tiles(64, 32, 4), Tiles(32, 16, 2)],
+    192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
+    256: [Tiles(64, 32, 4), Tiles(32, 32, 2), Tiles(16, 16, 1, 1)],
 }
 
 
@@ -76,6 +77,7 @@ def padded(width: int) -> int:
     return -(-width // 32) * 32
 
 
+@functools.lru_cache(4096)
 def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
     d, dv = padded(problem.d), padded(problem.dv)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
@@ -84,13 +86,21 @@ def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
     return _variant("fwd_sm80.cu", "fwd_sm80", problem, tiles, vector, shared, rows)
 
 
+@functools.lru_cache(4096)
 def backward_variant(
     entry: str, problem: Problem, tiles: Tiles, vector: bool, parts: int
 ) -> Variant:
     d, dv = padded(problem.d), padded(problem.dv)
-    shared = sum(_tile_bytes(rows, w) for rows in tiles[:2] for w in (d, dv))
-    shared += _rounded(2 * 4 * tiles.streamed)  # lse and delta of the streamed rows
-    rows = {"BLOCK_R": tiles.resident, "BLOCK_S": tiles.streamed, "PARTS": parts}
+    resident = _tile_bytes(tiles.resident, d) + _tile_bytes(tiles.resident, dv)
+    stage = _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
+    rows_bytes = 2 * 4 * tiles.streamed  # lse and delta of the streamed rows
+    shared = resident + tiles.stages * stage + _rounded(tiles.stages * rows_bytes)
+    rows = {
+        "BLOCK_R": tiles.resident,
+        "BLOCK_S": tiles.streamed,
+        "STAGES": tiles.stages,
+        "PARTS": parts,
+    }
     return _variant("bwd_sm80.cu", entry, problem, tiles, vector, shared, rows)
 
 
@@ -101,6 +111,7 @@ def _variant(file, entry, problem, tiles, vector, shared, rows) -> Variant:
         "VALUE_DIM": padded(problem.dv),
         **rows,
         "WARPS": tiles.warps,
+        "TRANSFORM": int(problem.softcap is not None or problem.scale <= 0),
         "VECTOR": int(vector),
         "SHARED_BYTES": shared,
         "PARAMS_BYTES": PARAMS.size,
@@ -169,9 +180,9 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
-    variant = forward_variant(problem, config.forward, _vector(q, k, v, out))
+    params, vector = _params(problem, (q, k, v, out), (lse,))
     blocks = problem.batch * problem.heads * -(-problem.sq // config.forward.resident)
-    _launch(variant, blocks, _params(problem, (q, k, v, out), (lse, None, None)))
+    _launch(forward_variant(problem, config.forward, vector), blocks, params)
 
 
 def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
@@ -180,9 +191,9 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
 
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
-    delta = cupy.empty(lse.shape, "float32")
-    params = _params(problem, (q, k, v, out, dout, dq, dk, dv), (lse, dlse, delta))
-    vector = _vector(q, k, v, dout, dq, dk, dv)
+    lse_log2, delta = cupy.empty((2, *lse.shape), "float32")
+    rows = lse, dlse, lse_log2, delta
+    params, vector = _params(problem, (q, k, v, out, dout, dq, dk, dv), rows)
     row_delta = backward_variant("row_delta", problem, config.backward_q, vector, 3)
     row_delta = row_delta._replace(threads=256, shared_bytes=0)
     _launch(row_delta, -(-delta.size // 8), params, np.int64(delta.size))
@@ -194,29 +205,31 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     _launch(backward_variant("bwd_sm80_q", problem, config.backward_q, vector, 3), blocks, params)
 
 
-def _vector(*operands: Any) -> bool:
-    """Whether all rows are aligned groups of 8 elements, so that 16-byte copies are possible."""
-    return all(
-        x.shape[-1] % 8 == 0
-        and x.data.ptr % 16 == 0
-        and x.strides[-1] == x.itemsize
-        and not any(stride % 16 for stride in x.strides[:-1])
-        for x in operands
-    )
+def _params(problem: Problem, operands: tuple, rows: tuple) -> tuple[np.ndarray, bool]:
+    """Params for a launch, and whether 16-byte copies are possible on all operands."""
+    template, vector = _template(problem, tuple(x.strides for x in operands))
+    params = template.copy()
+    pointers = [x.data.ptr for x in operands]
+    params[0 : 5 * len(pointers) : 5] = pointers
+    params[40 : 40 + len(rows)] = [0 if x is None else x.data.ptr for x in rows]
+    return params.view(_PARAMS_DTYPE), vector and not any(p % 16 for p in pointers)
 
 
-def _params(problem: Problem, operands: tuple, rows: tuple) -> np.ndarray:
-    numbers = []
-    for x in operands:
-        numbers.append(x.data.ptr)
-        numbers += [stride // x.itemsize for stride in x.strides]
-    numbers += [0] * (40 - len(numbers))
-    numbers += [0 if x is None else x.data.ptr for x in rows]
-    p = problem
+@functools.lru_cache(4096)
+def _template(problem: Problem, strides: tuple) -> tuple[np.ndarray, bool]:
+    """Params without pointers, as 8-byte words; whether rows are aligned groups of 8 elements."""
+    p, itemsize = problem, np.dtype("float16").itemsize
+    words = []
+    for array in strides:
+        words += [0, *(stride // itemsize for stride in array)]
+    words += [0] * (44 - len(words))
     packed = PARAMS.pack(
-        *numbers, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, p.scale, p.softcap or 0.0
+        *words, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, p.scale, p.softcap or 0.0
     )
-    return np.frombuffer(packed, _PARAMS_DTYPE)
+    vector = p.d % 8 == p.dv % 8 == 0 and all(
+        array[-1] == itemsize and not any(stride % 16 for stride in array[:-1]) for array in strides
+    )
+    return np.frombuffer(packed, np.int64), vector
 
 
 def _launch(variant: Variant, blocks: int, *args: Any) -> None:

@@ -295,7 +295,7 @@ def trace(
     """
     from .api import canonical
 
-    problem, q4, k4, v4 = canonical(q, k, v, scale=scale, causal=False, window=None, softcap=None)
+    problem, q4, k4, v4 = canonical(q, k, v, scale, False, None, None)
     if np.ndim(q) != 2 or problem.device != "cpu":
         raise ValueError(f"q must be one head in NumPy, (Sq, D), got shape {np.shape(q)}")
     for name, size in (("block_q", block_q), ("block_k", block_k)):

@@ -108,7 +108,7 @@ class Problem:
         return (2 * q + 2 * out + 2 * kv if backward else q + out + kv) * size + lse
 
 
-def make_problem(device, dtype, q, k, v, *, scale, causal, window, softcap) -> Problem:
+def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Problem:
     """Check shapes and options and build the Problem; `q`, `k`, `v` are shapes of any rank >= 2."""
     if not len(q) == len(k) == len(v):
         raise ValueError(f"q, k and v must have the same number of axes, got shapes {q}, {k}, {v}")

@@ -50,8 +50,7 @@ def attention_reference(
     >>> out.ravel(), bool(np.allclose(lse, np.log(7)))
     (array([1., 1.]), True)
     """
-    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
-    f = _Formula(q, k, v, options, dtype)
+    f = _Formula(q, k, v, (scale, causal, window, softcap), dtype)
     out = f.rounded(f.rounded(f.p) @ f.v).reshape(*f.rows, f.problem.dv)
     return (out, f.lse.reshape(f.rows)) if return_lse else out
 
@@ -91,8 +90,7 @@ def attention_reference_grad(
     >>> grads.dv.sum(0).round(6)  # each of the 5 rows of P sums to 1
     array([5., 5., 5., 5.])
     """
-    options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
-    f = _Formula(q, k, v, options, dtype)
+    f = _Formula(q, k, v, (scale, causal, window, softcap), dtype)
     dout = arrays.four_axes(arrays.as_array("dout", dout)).astype(f.compute)
     p = f.rounded(f.p)
     delta = (dout * f.rounded(p @ f.v)).sum(-1)
@@ -113,7 +111,7 @@ class _Formula:
     """Scores, probabilities and lse of a problem; keys and values repeated for grouped heads."""
 
     def __init__(self, q, k, v, options, dtype):
-        self.problem, *qkv = canonical(q, k, v, **options)
+        self.problem, *qkv = canonical(q, k, v, *options)
         problem, self.rows = self.problem, tuple(np.shape(q)[:-1])
         xp = arrays.module_of(qkv[0])
         if dtype not in (*DTYPES, "longdouble"):
