@@ -6,17 +6,22 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/
 GPU_EXTRAS := $(if $(CUDA),$(shell echo ,cuda$(CUDA),numba))
 INSTALL = $(PYTHON) -m venv --clear $(VENV) && $(VENV)/bin/python -m pip install -q
 
-.PHONY: demo test gpu-test gpu-status bench docs
+.PHONY: demo test compile-check gpu-test gpu-status sanitize bench docs
 demo:  ## watch exact tiled attention computed, checked and explained
 	$(INSTALL) '.[demo$(GPU_EXTRAS)]' && $(VENV)/bin/python -m cuflash demo
 test:  ## lint, types and every test that this machine can run
 	$(INSTALL) '.[test$(GPU_EXTRAS)]'
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest
+compile-check:  ## every row of the tile tables for every architecture: no spills; needs no GPU
+	$(INSTALL) '.[test]' && $(VENV)/bin/python -m pytest tests/test_compile.py
 gpu-test:  ## the suite on this machine's GPU; writes the record when all passed
 	$(PYTHON) -m pytest --gpu-record tests/gpu_record.json $(PYTEST_ARGS)
 gpu-status:  ## does the record match the sources?
 	$(PYTHON) tests/gpu_record.py
+sanitize:  ## a short list of cases under each tool of compute-sanitizer
+	for tool in memcheck initcheck racecheck synccheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/sanitize.py || exit 1; done
 bench:  ## the table and plot of the README
 	$(PYTHON) -m bench
 docs:  ## the HTML pages, in docs/_build

@@ -2,8 +2,10 @@
 //
 // Three kernels, no atomics, results repeat bit for bit:
 //   row_delta     a warp per row: delta = rowsum(dO * O) - dlse, and lse in base 2
-//   bwd_sm80_kv   a block per (key tile, key/value head, batch entry): dK and dV. Rows of the products
-//                 are keys, so that P^T and dS^T are A fragments as they lie and never leave registers
+//   bwd_sm80_kv   a block per (key tile, key/value head, batch entry): dK and dV. Rows of the
+//   products
+//                 are keys, so that P^T and dS^T are A fragments as they lie and never leave
+//                 registers
 //   bwd_sm80_q    a block per (query tile, head, batch entry): dQ, the same with queries as rows
 // Resident operands stay in shared memory; streamed ones pass through STAGES buffers, the next tile
 // being copied in while this one is computed on.
@@ -76,25 +78,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
   const int head_kv = blockIdx.x / tiles % heads_kv, batch = blockIdx.x / tiles / heads_kv;
   const Scores scores(p.scale, p.softcap);
 
-  // Queries that see any of these keys, and those that see all; the same for each head of the group.
+  // Queries that see any of these keys, and those that see all; the same for each head of the
+  // group.
   const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
   const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
   const Bounds last = k_bounds(min(k0 + BLOCK_R, p.sk) - 1, p.sq, lo_shift, hi_shift);
-  const int q_begin = first.lo / BLOCK_S * BLOCK_S;
-  const int steps = max(0, (last.hi - q_begin + BLOCK_S - 1) / BLOCK_S);
+  const int q_begin = first.lo / BLOCK_S * BLOCK_S, q_end = last.hi;
+  const int steps = max(0, (q_end - q_begin + BLOCK_S - 1) / BLOCK_S);
 
+  int head = head_kv * p.group, next_q0 = q_begin;  // of the tile to be copied in next
   auto load = [&](int i) {
-    const int head = head_kv * p.group + i / steps, q0 = q_begin + i % steps * BLOCK_S;
+    const int q0 = next_q0;
     Stage& stage = shared.stages[i % STAGES];
     SWide::load<VECTOR>(shared_address(&stage.wide), Slice(p.q, batch, head), q0, p.sq, p.d);
-    SValue::load<VECTOR>(shared_address(&stage.value), Slice(p.dout, batch, head), q0, p.sq, p.v_width);
+    SValue::load<VECTOR>(shared_address(&stage.value), Slice(p.dout, batch, head), q0, p.sq,
+                         p.v_width);
     const long long rows = row_start(p, batch, head) + q0;
     for (int j = threadIdx.x; j < BLOCK_S; j += kThreads) {
       const bool inside = q0 + j < p.sq;
-      copy4(shared_address(&shared.lse_log2[i % STAGES][j]), static_cast<float*>(p.lse_log2) + rows + j, inside);
-      copy4(shared_address(&shared.delta[i % STAGES][j]), static_cast<float*>(p.delta) + rows + j, inside);
+      copy4(shared_address(&shared.lse_log2[i % STAGES][j]),
+            static_cast<float*>(p.lse_log2) + rows + j, inside);
+      copy4(shared_address(&shared.delta[i % STAGES][j]), static_cast<float*>(p.delta) + rows + j,
+            inside);
     }
     copies_commit();
+    next_q0 += BLOCK_S;
+    if (next_q0 >= q_end) next_q0 = q_begin, ++head;
   };
 
   float dk[kM][HEAD_DIM / 8][4], dv[kM][VALUE_DIM / 8][4];
@@ -104,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
   RValue::load<VECTOR>(v_tile, Slice(p.v, batch, head_kv), k0, p.sk, p.v_width);
   const int total = steps * p.group;
   if (STAGES > 1 && total > 0) load(0);
-  for (int i = 0; i < total; ++i) {
+  for (int i = 0, q0 = q_begin; i < total; ++i) {
     if constexpr (STAGES == 1) {
       __syncthreads();  // all are done with the tiles before
       load(i);
@@ -118,25 +127,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
     float s[kM][kN][4], ds[kM][kN][4];  // transposed: rows are keys
     multiply<Element, RWide, SWide>(s, k_tile, q_tile);
     scores.transform(s);
-    if constexpr (PARTS & 1) multiply<Element, RValue, SValue>(ds, v_tile, do_tile);
-    else clear(ds);
+    if constexpr (PARTS & 1)
+      multiply<Element, RValue, SValue>(ds, v_tile, do_tile);
+    else
+      clear(ds);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = n * 8 + fragment_column() + e;
-        const float lse = shared.lse_log2[i % STAGES][column], delta = shared.delta[i % STAGES][column];
+        const float lse = shared.lse_log2[i % STAGES][column],
+                    delta = shared.delta[i % STAGES][column];
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
-          for (int r = 0; r < 2; ++r) differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e], lse, delta, scores);
+          for (int r = 0; r < 2; ++r)
+            differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e], lse, delta, scores);
       }
     }
-    const int q0 = q_begin + i % steps * BLOCK_S;
     if (q0 < last.lo || q0 + BLOCK_S > first.hi) {
       apply_mask(s, k0, q0, p.sq, lo_shift, hi_shift, 0.0f);
       apply_mask(ds, k0, q0, p.sq, lo_shift, hi_shift, 0.0f);
     }
+    q0 = q0 + BLOCK_S < q_end ? q0 + BLOCK_S : q_begin;
     if constexpr (PARTS & 2) accumulate<Element, SValue>(dv, s, do_tile);
     if constexpr (PARTS & 1) accumulate<Element, SWide>(dk, ds, q_tile);
   }
@@ -150,7 +163,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
   if constexpr (PARTS & 2) stage_rows<Element, RValue>(dv, one, v_tile);
   __syncthreads();
   if constexpr (PARTS & 1) RWide::store<VECTOR>(Slice(p.dk, batch, head_kv), k_tile, k0, p.sk, p.d);
-  if constexpr (PARTS & 2) RValue::store<VECTOR>(Slice(p.dv, batch, head_kv), v_tile, k0, p.sk, p.v_width);
+  if constexpr (PARTS & 2)
+    RValue::store<VECTOR>(Slice(p.dv, batch, head_kv), v_tile, k0, p.sk, p.v_width);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_q(const Params p) {
@@ -160,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_q(const Param
 
   const int tiles = (p.sq + BLOCK_R - 1) / BLOCK_R;
   const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const int q0 = (tiles - 1 - blockIdx.x % tiles) * BLOCK_R;  // under a causal mask the longest first
+  const int q0 =
+      (tiles - 1 - blockIdx.x % tiles) * BLOCK_R;  // under a causal mask the longest first
   const Slice k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
   const Scores scores(p.scale, p.softcap);
   const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
@@ -211,9 +226,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_q(const Param
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) differentiate(s[m][n][e], ds[m][n][e], lse_log2[m][e / 2], delta[m][e / 2], scores);
+        for (int e = 0; e < 4; ++e)
+          differentiate(s[m][n][e], ds[m][n][e], lse_log2[m][e / 2], delta[m][e / 2], scores);
     const int k0 = k_begin + i * BLOCK_S;
-    if (k0 < last.lo || k0 + BLOCK_S > first.hi) apply_mask(ds, q0, k0, p.sk, p.lo_shift, p.hi_shift, 0.0f);
+    if (k0 < last.lo || k0 + BLOCK_S > first.hi)
+      apply_mask(ds, q0, k0, p.sk, p.lo_shift, p.hi_shift, 0.0f);
     accumulate<Element, SWide>(dq, ds, k_tile);
   }
   copies_wait();

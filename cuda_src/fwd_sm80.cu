@@ -1,11 +1,11 @@
 // Forward for float16 and bfloat16 on the tensor cores of every GPU from Turing on (mma.sync).
 //
-// Grid: one block per (query tile, head, batch entry), all on x. A warp owns 16 * kMTiles queries: their
-// scores, exponentials and output never leave its registers. K and V tiles pass through shared
-// memory, one buffer each: V is copied in while Q K^T is computed, the next K during softmax and P V.
-// Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q, BLOCK_K,
-// WARPS, TRANSFORM (softmax.cuh), VECTOR (1: rows of 16-byte aligned 8-element groups; 0: any strides).
-// Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+// Grid: one block per (query tile, head, batch entry), all on x. A warp owns 16 * kMTiles queries:
+// their scores, exponentials and output never leave its registers. K and V tiles pass through
+// shared memory, one buffer each: V is copied in while Q K^T is computed, the next K during softmax
+// and P V. Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q,
+// BLOCK_K, WARPS, TRANSFORM (softmax.cuh), VECTOR (1: rows of 16-byte aligned 8-element groups; 0:
+// any strides). Source: Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -29,15 +29,16 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const unsigned q_tile = shared_address(&shared.q), k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
+  const unsigned q_tile = shared_address(&shared.q), k_tile = shared_address(&shared.k),
+                 v_tile = shared_address(&shared.v);
 
   const int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
   const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const int q0 = (tiles - 1 - blockIdx.x % tiles) * BLOCK_Q;  // under a causal mask the longest first
+  const int q0 =
+      (tiles - 1 - blockIdx.x % tiles) * BLOCK_Q;  // under a causal mask the longest first
   const Slice q(p.q, batch, head), out(p.out, batch, head);
   const Slice k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
 

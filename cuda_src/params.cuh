@@ -2,7 +2,7 @@
 // checked here, so that a drift of the two fails when compiling.
 #pragma once
 
-// A four-axis array: strides in elements.
+// A four-axis array: strides in bytes.
 struct Array {
   void* data;
   long long batch, head, row, column;

@@ -1,5 +1,6 @@
 // Online softmax over the fragments of mma.sync: a thread holds two rows of each 16-row tile, and
-// the four threads of a quad share them. Scores are in units of which `unit` makes base-2 exponents.
+// the four threads of a quad share them. Scores are in units of which `unit` makes base-2
+// exponents.
 #pragma once
 #include "common.cuh"
 
@@ -7,18 +8,22 @@ constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kLog2e = 1.44269504088896341f;
 
-// The maximum may lag behind by this factor of 2: exponentials stay below 2^8, sums and output carry
-// the same factor, so out and lse are what they would be, and most rescaling of the output is saved.
+// The maximum may lag behind by this factor of 2: exponentials stay below 2^8, sums and output
+// carry the same factor, so out and lse are what they would be, and most rescaling of the output is
+// saved.
 constexpr float kLag = 8.0f;
 
 // How products become base-2 exponents: times `unit`, inside the exponential, except where that
 // would not do: with a softcap, and where the scale is not positive (the largest score must be the
-// largest exponent, and -inf * 0 is NaN). Then TRANSFORM is 1: `transform` comes first, `unit` is 1.
+// largest exponent, and -inf * 0 is NaN). Then TRANSFORM is 1: `transform` comes first, `unit`
+// is 1.
 struct Scores {
   float scale_log2, softcap, unit;
 
   DEVICE Scores(double scale, double cap)
-      : scale_log2(static_cast<float>(scale) * kLog2e), softcap(cap), unit(TRANSFORM ? 1.0f : scale_log2) {}
+      : scale_log2(static_cast<float>(scale) * kLog2e),
+        softcap(cap),
+        unit(TRANSFORM ? 1.0f : scale_log2) {}
 
   template <int kM, int kN>
   DEVICE void transform(float (&s)[kM][kN][4]) const {

@@ -6,12 +6,14 @@
 #include "mask.cuh"
 #include "params.cuh"
 
-// One head of an array.
+// One head of an array. The strides stay in the launch's parameters and take no registers.
 struct Slice {
   char* data;
-  long long row, column;  // bytes
+  const long long &row, &column;
   DEVICE Slice(const Array& a, int batch, int head)
-      : data(static_cast<char*>(a.data) + 2 * (batch * a.batch + head * a.head)), row(2 * a.row), column(2 * a.column) {}
+      : data(static_cast<char*>(a.data) + batch * a.batch + head * a.head),
+        row(a.row),
+        column(a.column) {}
   DEVICE unsigned short at(int i, int j) const {
     return *reinterpret_cast<const unsigned short*>(data + i * row + j * column);
   }
@@ -79,12 +81,15 @@ struct Tile {
         unsigned e[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          e[j] = inside && g * 8 + j < width ? *reinterpret_cast<const unsigned short*>(from + j * x.column) : 0;
+          e[j] = inside && g * 8 + j < width
+                     ? *reinterpret_cast<const unsigned short*>(from + j * x.column)
+                     : 0;
 #pragma unroll
         for (int j = 0; j < 4; ++j) store_shared(to + 4 * j, e[2 * j] | e[2 * j + 1] << 16);
       }
       from += kRowStep * x.row;
-      asm("" : "+l"(from));  // else all the rows' pointers are kept in registers across the main loop
+      asm(""
+          : "+l"(from));  // else all the rows' pointers are kept in registers across the main loop
     }
   }
 
@@ -103,7 +108,8 @@ struct Tile {
         const unsigned words[4] = {e.x, e.y, e.z, e.w};
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          if (g * 8 + j < width) *reinterpret_cast<unsigned short*>(to + j * x.column) = words[j / 2] >> j % 2 * 16;
+          if (g * 8 + j < width)
+            *reinterpret_cast<unsigned short*>(to + j * x.column) = words[j / 2] >> j % 2 * 16;
       }
     }
   }
@@ -153,7 +159,7 @@ DEVICE void accumulate(float (&c)[kM][kN][4], const float (&p)[kM][kP][4], unsig
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float(&two)[4] = p[m][2 * i + r / 2];
+        const float (&two)[4] = p[m][2 * i + r / 2];
         a[m][r] = pack<T>(two[r % 2 * 2], two[r % 2 * 2 + 1]);
       }
 #pragma unroll
@@ -179,7 +185,8 @@ DEVICE int fragment_column() { return threadIdx.x % 4 * 2; }
 
 // Put `hidden` where a row does not see a column. (i0, j0): the first row and column of the tile.
 template <int kM, int kN>
-DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int lo_shift, int hi_shift, float hidden) {
+DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int lo_shift,
+                       int hi_shift, float hidden) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll

@@ -1,6 +1,12 @@
 """Exact attention for NumPy and CuPy arrays, tiled so that the S x S matrix never exists."""
 
-from .api import AttentionGrads, flash_attention, flash_attention_grad, merge_attention
+from .api import (
+    AttentionGrads,
+    flash_attention,
+    flash_attention_grad,
+    merge_attention,
+    warmup,
+)
 from .numpy_backend import trace
 from .reference import attention_reference, attention_reference_grad
 
@@ -13,4 +19,5 @@ __all__ = [
     "flash_attention_grad",
     "merge_attention",
     "trace",
+    "warmup",
 ]

@@ -64,7 +64,7 @@ def flash_attention(
         Also return the log-sum-exp of each row.
     out : array, shape (..., H, Sq, Dv), optional
         Where to put the result; it may be one of the inputs or share memory with them.
-    backend : {"numpy", "numba"}, optional
+    backend : {"numpy", "cuda", "numba"}, optional
         By default the fastest one that supports the problem.
     config : optional
         A tile configuration of the chosen backend (its ``Config``), for measurements.
@@ -155,7 +155,7 @@ def flash_attention_grad(
     dlse : array, shape (..., H, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype.
     deterministic : bool, optional
-        Ask for bitwise repeatable gradients. The NumPy and Numba backends always give them.
+        Ask for bitwise repeatable gradients. All backends always give them.
 
     Returns
     -------
@@ -195,6 +195,51 @@ def flash_attention_grad(
         grads = [arrays.empty_in_order(x, x.shape) for x in (q4, k4, v4)]
         run.backward(problem, config, dout4, q4, k4, v4, out4, lse3, dlse, *grads)
     return AttentionGrads(*(g.reshape(_shape(x)) for g, x in zip(grads, (q, k, v), strict=True)))
+
+
+def warmup(
+    dtype: str,
+    d: int,
+    dv: int | None = None,
+    *,
+    softcap: float | None = None,
+    backward: bool = True,
+    backend: str | None = None,
+) -> None:
+    """Compile ahead what calls with CuPy arrays of this dtype and width will need.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16", "float32", "float64"}
+        Of the arrays to come.
+    d, dv : int
+        Widths of queries and keys, and of values (`d` by default).
+    softcap : float, optional
+        Whether a softcap will be used: any value compiles the same kernel.
+    backward : bool, optional
+        Whether to compile the backward pass too.
+    backend : str, optional
+        As in `flash_attention`.
+
+    Raises
+    ------
+    ImportError
+        Without CuPy.
+    TypeError, ValueError, NotImplementedError
+        As `flash_attention`.
+
+    Notes
+    -----
+    Lengths, batch, heads, masks and a positive scale do not matter: a kernel serves all of them.
+    """
+    import cupy
+
+    if dtype == "bfloat16":
+        import ml_dtypes  # noqa: F401  NumPy knows the name from here on
+    q, k, v = (cupy.zeros((1, 1, 1, w), dtype) for w in (d, d, dv or d))
+    out, lse = flash_attention(q, k, v, softcap=softcap, return_lse=True, backend=backend)
+    if backward:
+        flash_attention_grad(out, q, k, v, out, lse, softcap=softcap, backend=backend)
 
 
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:

@@ -41,8 +41,8 @@ class Config:
 
 
 def default_config(problem: Problem) -> Config:
-    # 167 and 205 GFLOP/s forward and backward on 2 cores with 1 MB of L2 each, float32, S=4096,
-    # d=64; 141 and 205 with 256 x 256, 162 and 200 with 128 x 1024: docs/kernels.md.
+    # GFLOP/s forward and backward on 2 cores with 1 MB of L2 each, float32, S=4096, d=64: 149 and
+    # 192; 512 x 512 gives 155 and 188 and half the tasks, 256 x 256 133 and 189: docs/kernels.md.
     if problem.flops() < 50_000_000:
         return Config(256, 512, 1)  # half a millisecond of work; starting threads takes 0.3
     affinity = getattr(os, "sched_getaffinity", None)  # Linux: the cores this process may use

@@ -1,15 +1,30 @@
-"""What the raw CUDA kernels promise: right numbers for their dtypes, and what a launch is told."""
+"""What the raw CUDA kernels promise: right numbers, little memory, good manners on the device."""
 
 from __future__ import annotations
 
+import threading
+
+import numpy as np
 import pytest
-from cases import ALL, Run
+from cases import ALL, Run, case, host, peak
 
-from cuflash import cuda_backend
+import cuflash
+from cuflash import cuda_backend, flash_attention, flash_attention_grad
+from cuflash.problem import Problem
+
+pytestmark = pytest.mark.gpu
+DTYPES = tuple(cuda_backend.ELEMENTS)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in ALL if c.dtype in cuda_backend.ELEMENTS], ids=str)
+def normal(*shape, dtype="float16", seed=0):
+    import cupy
+
+    return cupy.asarray(
+        np.random.default_rng(seed).standard_normal(shape).astype("float32")
+    ).astype(dtype)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.dtype in DTYPES], ids=str)
 def test_case(case):
     import cupy
 
@@ -17,3 +32,182 @@ def test_case(case):
     out, lse = run.forward(backend="cuda")
     run.check_forward(out, lse)
     run.check_backward(run.backward(out, lse, backend="cuda"))
+
+
+def tables():
+    for width in cuda_backend.FORWARD:
+        n = max(map(len, (t[width] for t in (cuda_backend.FORWARD, cuda_backend.BACKWARD_KV,
+                                             cuda_backend.BACKWARD_Q))))  # fmt: skip
+        for i in range(n):
+            yield width, i
+
+
+@pytest.mark.parametrize(("width", "row"), tables())
+def test_every_row_of_the_tables_is_right(width, row):
+    import cupy
+
+    config = cuda_backend.Config(*(
+        table[width][min(row, len(table[width]) - 1)]
+        for table in (cuda_backend.FORWARD, cuda_backend.BACKWARD_KV, cuda_backend.BACKWARD_Q)
+    ))  # fmt: skip
+    run = Run(case(150, 170, d=width, dv=width, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
+                   layout="contiguous", causal=True), cupy)  # fmt: skip
+    out, lse = run.forward(backend="cuda", config=config)
+    run.check_forward(out, lse)
+    run.check_backward(run.backward(out, lse, backend="cuda", config=config))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 15, 63, 64, 65, 127, 129, 193, 1025])
+def test_lengths_around_tiles_repeat_bitwise(n, dtype):
+    import cupy
+
+    run = Run(case(n, n, d=32, dv=32, batch=1, heads=3, heads_kv=3, dtype=dtype), cupy)
+    first, lse = run.forward(backend="cuda")
+    run.check_forward(first, lse)
+    grads = run.backward(first, lse, backend="cuda")
+    for _ in range(20):
+        cupy.full(1 << 20, cupy.nan, "float32")
+        out, lse = run.forward(backend="cuda")
+        assert bool((out == first).all())
+        again = run.backward(out, lse, backend="cuda")
+        assert all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
+
+
+def test_long_sequence_of_zeros():
+    import cupy
+
+    q = cupy.zeros((1, 1, 33728, 64), "float16")
+    out, lse = flash_attention(q, q, q, return_lse=True, backend="cuda")
+    assert not peak(out)
+    np.testing.assert_allclose(host(lse), np.log(33728), rtol=1e-6)
+
+
+def test_element_offsets_beyond_two_to_the_31():
+    import cupy
+
+    shape = (16400, 16, 128, 64)
+    q = cupy.zeros(shape, "float16")
+    last = normal(2, *shape[1:])
+    q[-2:] = last
+    out, lse = flash_attention(q, q, q, return_lse=True, backend="cuda")
+    want, want_lse = flash_attention(last, last, last, return_lse=True, backend="cuda")
+    assert bool((out[-2:] == want).all()) and bool((lse[-2:] == want_lse).all())
+    grads = flash_attention_grad(q, q, q, q, out, lse, backend="cuda")
+    wanted = flash_attention_grad(last, last, last, last, want, want_lse, backend="cuda")
+    assert all(bool((g[-2:] == w).all()) for g, w in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(70000, 1, 16, 32), (1, 70000, 16, 32)], ids=str)
+def test_more_batch_entries_or_heads_than_a_grid_axis_holds(shape):
+    q, k, v = (normal(*shape, seed=i) for i in range(3))
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
+    grads = flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
+    some = np.s_[69990:]
+    parts = [x.reshape(70000, 16, 32)[some] for x in (q, k, v, out)]
+    want, want_lse = flash_attention(*parts[:3], return_lse=True, backend="cuda")
+    assert bool((parts[3] == want).all())
+    wanted = flash_attention_grad(want, *parts[:3], want, want_lse, backend="cuda")
+    for got, want in zip(grads, wanted, strict=True):
+        assert bool((got.reshape(70000, 16, 32)[some] == want).all())
+
+
+def test_extra_memory():
+    # Forward: lse. Backward: lse in base 2 and delta; nothing of size S x S, nothing the size of q.
+    import cupy
+
+    s, d = 32768, 64
+    q = normal(1, 2, s, d)
+    rows, matrix = 2 * s * 4, 2 * s * d * 2
+    cuflash.warmup("float16", d)
+
+    def peak_bytes(f):
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc):
+            f()
+        return pool.total_bytes()
+
+    slack = 1 << 16  # the pool rounds up
+    assert peak_bytes(lambda: flash_attention(q, q, q)) <= matrix + rows + slack
+    out, lse = flash_attention(q, q, q, return_lse=True)
+    grad = peak_bytes(lambda: flash_attention_grad(q, q, q, q, out, lse))
+    assert grad <= 3 * matrix + 2 * rows + slack
+
+
+def test_graph_capture():
+    import cupy
+
+    q, k, v = (normal(1, 4, 300, 64, seed=i) for i in range(3))
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
+    grads = flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        got, got_lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
+        got_grads = flash_attention_grad(got, q, k, v, got, got_lse, backend="cuda")
+        graph = stream.end_capture()
+        for scale in (1.0, 0.5):
+            v *= scale
+            graph.launch()
+            stream.synchronize()
+            want, want_lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
+            wanted = flash_attention_grad(want, q, k, v, want, want_lse, backend="cuda")
+            stream.synchronize()
+            assert bool((got == want).all())
+            assert all(bool((g == w).all()) for g, w in zip(got_grads, wanted, strict=True))
+    assert bool((out == out).all()) and len(grads) == 3
+
+
+def test_streams_and_threads():
+    import cupy
+
+    runs = [Run(case(100, 120, dtype=d, causal=True), cupy, seed=i) for i, d in
+            enumerate(DTYPES * 2)]  # fmt: skip
+    want = [run.forward(backend="cuda") for run in runs]
+    failures = []
+
+    def work(run, expected):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for _ in range(50):
+                out, lse = run.forward(backend="cuda")
+                run.backward(out, lse, backend="cuda")
+                stream.synchronize()
+                if not bool((out == expected[0]).all()):
+                    failures.append(run.case)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(runs, want, strict=True)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+
+
+def test_out_of_memory_leaves_everything_as_it_was():
+    import cupy
+
+    q = normal(1, 2, 4096, 64)
+    want = flash_attention(q, q, q)
+    pool = cupy.cuda.MemoryPool()
+    pool.set_limit(size=1 << 18)
+    with cupy.cuda.using_allocator(pool.malloc), pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+        flash_attention(q, q, q)
+    assert bool((flash_attention(q, q, q) == want).all())
+
+
+def test_refusals():
+    def refusal(dtype, d):
+        return cuda_backend.unsupported(Problem("cuda", dtype, 1, 1, 1, 9, 9, d, d, 1.0))
+
+    assert refusal("float16", 256) is None
+    assert "float32" in refusal("float32", 64)
+    assert "257" in refusal("bfloat16", 257)
+    q = normal(1, 1, 9, 257)
+    assert (
+        peak(
+            host(flash_attention(q, q, q)) - cuflash.attention_reference(host(q), host(q), host(q))
+        )
+        < 2e-2
+    )
+    with pytest.raises(NotImplementedError, match="256"):
+        flash_attention(q, q, q, backend="cuda")

@@ -1,0 +1,34 @@
+"""A few small launches of the CUDA kernels, to run under compute-sanitizer (`make sanitize`).
+
+Each array has its own allocation, so that a step beyond it is one that memcheck sees.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import cupy
+from cases import Run, case
+
+CASES = [
+    case(70, 150, d=64, dv=64, dtype="bfloat16", layout="contiguous", causal=True),
+    case(65, 49, d=24, dv=40, dtype="float16", window=(9, 3)),
+    case(150, 70, d=128, dv=128, batch=1, heads=2, heads_kv=1, dtype="float16",
+         layout="contiguous", softcap=2.0),
+    case(33, 40, d=256, dv=192, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
+         layout="contiguous"),
+    case(0, 5, d=64, dv=64, dtype="float16"),
+]  # fmt: skip
+
+if __name__ == "__main__":
+    cupy.cuda.set_allocator(None)
+    for c in CASES:
+        run = Run(c, cupy)
+        out, lse = run.forward(backend="cuda")
+        grads = run.backward(out, lse, backend="cuda")
+        cupy.cuda.Device().synchronize()
+        assert c.sq == 0 or all(bool(cupy.isfinite(g.astype("float32")).all()) for g in grads)
+        print(c, flush=True)

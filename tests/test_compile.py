@@ -1,0 +1,106 @@
+"""The CUDA sources, compiled for every architecture on a machine that needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cuflash import _compile, cuda_backend
+from cuflash.problem import Problem
+
+pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC; the `test` extra brings both")
+
+KIB = 1024
+#: Shared memory that a block may have, in KiB.
+ARCHITECTURES = {
+    "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99,
+}  # fmt: skip
+#: Bytes of loop-invariant values that may be spilled, by entry, width and first tile: each of these
+#: measured faster on an H200 than the next tile that spills nothing (docs/kernels.md).
+SPILLS = {("bwd_sm80_kv", 64): 12, ("bwd_sm80_kv", 128): 36, ("bwd_sm80_q", 128): 16}
+
+
+def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
+    """Every variant of the tile tables that a device of this architecture may choose."""
+    limit = (48 if arch == "sm_75" else ARCHITECTURES[arch]) * KIB
+    variants = []
+    for width in cuda_backend.FORWARD:
+        p = Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0)
+        variants += [cuda_backend.forward_variant(p, t, True) for t in cuda_backend.FORWARD[width]]
+        for entry, table in (
+            ("bwd_sm80_kv", cuda_backend.BACKWARD_KV),
+            ("bwd_sm80_q", cuda_backend.BACKWARD_Q),
+        ):
+            for tiles in table[width]:
+                for parts in cuda_backend.parts_of(p) if entry == "bwd_sm80_kv" else (3,):
+                    variants.append(cuda_backend.backward_variant(entry, p, tiles, True, parts))
+    return [v for v in variants if v.shared_bytes <= limit]
+
+
+def report(variant: cuda_backend.Variant, arch: str) -> tuple[int, int, list[str]]:
+    """Registers, spilled bytes, and serialisation warnings of ptxas."""
+    _, log = _compile.cubin(variant.file, variant.macros, arch)
+    (part,) = (b for b in log.split("Compiling entry function")[1:] if f"'{variant.entry}'" in b)
+    registers = int(re.search(r"Used (\d+) registers", part)[1])
+    spilled = int(re.search(r"(\d+) bytes spill stores", part)[1])
+    return registers, spilled, re.findall(r"C75\d\d.*", log)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_row_compiles_without_spills(arch):
+    dtypes = ["float16", "bfloat16"] if arch == "sm_90a" else ["float16"]
+    variants = [v for dtype in dtypes for v in rows(arch, dtype)]
+    assert len(variants) >= 12
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda v: report(v, arch), variants))
+    for variant, (registers, spilled, warnings) in zip(variants, results, strict=True):
+        width = dict(variant.macros)["HEAD_DIM"]
+        assert registers * variant.threads <= 65536, variant
+        assert spilled <= SPILLS.get((variant.entry, width), 0), variant
+        assert not warnings, (variant, warnings)
+
+
+@pytest.mark.parametrize("limit", [48, 99, 163, 227])
+@pytest.mark.parametrize("d", [1, 32, 64, 65, 128, 160, 192, 224, 256])
+def test_every_device_and_width_has_tiles(d, limit):
+    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, d, 257 - d, 1.0)
+    config = cuda_backend.config_for(p, 80, limit * KIB)
+    assert cuda_backend.forward_variant(p, config.forward, True).shared_bytes <= limit * KIB
+
+
+def test_other_variants_compile():
+    # No 16-byte copies, a softcap, unequal widths, not a multiple of 64.
+    p = Problem("cuda", "bfloat16", 1, 1, 1, 9, 9, 72, 40, 1.0, softcap=2.0)
+    config = cuda_backend.config_for(p, 90, 227 * KIB)
+    for variant in (
+        cuda_backend.forward_variant(p, config.forward, False),
+        cuda_backend.backward_variant("bwd_sm80_kv", p, config.backward_kv, False, 3),
+        cuda_backend.backward_variant("bwd_sm80_q", p, config.backward_q, False, 3),
+    ):
+        code, _ = _compile.cubin(variant.file, variant.macros, "sm_90a")
+        assert code.startswith(b"\x7fELF")
+
+
+def test_params_that_drift_apart_do_not_compile():
+    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, 64, 64, 1.0)
+    variant = cuda_backend.forward_variant(p, cuda_backend.FORWARD[64][0], True)
+    for wrong in ("PARAMS_BYTES", "SHARED_BYTES"):
+        macros = {**dict(variant.macros), wrong: dict(variant.macros)[wrong] + 8}
+        with pytest.raises(Exception, match=r"cuda_backend\.py differ"):
+            _compile.cubin(variant.file, tuple(macros.items()), "sm_90a")
+
+
+def test_a_changed_header_changes_the_source(tmp_path, monkeypatch):
+    # CuPy's cache is keyed by the source string: a header's text must be in it, once.
+    shutil.copytree(_compile.SOURCES, tmp_path / "src")
+    monkeypatch.setattr(_compile, "SOURCES", tmp_path / "src")
+    before = _compile._inlined("fwd_sm80.cu", set())
+    assert before.count("struct Bounds") == 1
+    assert '#line 1 "mask.cuh"' in before
+    header = tmp_path / "src" / "mask.cuh"
+    header.write_text(header.read_text().replace("struct Bounds", "// changed\nstruct Bounds"))
+    assert _compile._inlined("fwd_sm80.cu", set()) != before
