@@ -21,7 +21,7 @@ gpu-status:  ## does the record match the sources?
 	$(PYTHON) tests/gpu_record.py
 sanitize:  ## a short list of cases under each tool of compute-sanitizer
 	for tool in memcheck initcheck racecheck synccheck; do \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/sanitize.py || exit 1; done
+	  PYTHONPATH=. compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/sanitize.py || exit 1; done
 bench:  ## the table and plot of the README
 	$(PYTHON) -m bench
 docs:  ## the HTML pages, in docs/_build

@@ -5,11 +5,6 @@ Each array has its own allocation, so that a step beyond it is one that memcheck
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
 import cupy
 from cases import Run, case
 
