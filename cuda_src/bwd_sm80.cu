@@ -51,9 +51,9 @@ DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, cons
   dp = s * (dp - delta) * scores.slope(x);
 }
 
-extern "C" __global__ void row_delta(const Params p, long long total) {
+extern "C" __global__ void row_delta(const Params p) {
   const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  if (row >= total) return;
+  if (row >= static_cast<long long>(p.batch) * p.heads * p.sq) return;
   const int i = row % p.sq, head = row / p.sq % p.heads, batch = row / p.sq / p.heads;
   const Slice dout(p.dout, batch, head), out(p.out, batch, head);
   float sum = 0;

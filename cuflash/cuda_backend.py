@@ -17,7 +17,7 @@ from . import _compile
 from .problem import Problem
 
 #: Params of params.cuh: eight arrays (pointer and four strides), four rows, sizes, numbers.
-PARAMS = struct.Struct("44q8i2d")
+PARAMS = struct.Struct("44q9i4x2d")
 _PARAMS_DTYPE = np.dtype((np.void, PARAMS.size))  # CuPy passes an array of one element by value
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 KIB = 1024
@@ -184,9 +184,10 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
-    params, vector = _params(problem, (q, k, v, out), (lse,))
-    blocks = problem.batch * problem.heads * -(-problem.sq // config.forward.resident)
-    _launch(forward_variant(problem, config.forward, vector), blocks, params)
+    operands = (q, k, v, out)
+    pointers, strides, aligned = _described(operands)
+    plan = _forward_plan(q.data.device_id, problem, config, strides, aligned)
+    _launch(plan, pointers, (lse.data.ptr,))
 
 
 def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
@@ -196,54 +197,84 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     lse_log2, delta = cupy.empty((2, *lse.shape), "float32")
-    rows = lse, dlse, lse_log2, delta
-    params, vector = _params(problem, (q, k, v, out, dout, dq, dk, dv), rows)
-    row_delta = backward_variant("row_delta", problem, config.backward_q, vector, 3)
-    row_delta = row_delta._replace(threads=256, shared_bytes=0)
-    _launch(row_delta, -(-delta.size // 8), params, np.int64(delta.size))
-    blocks = problem.batch * problem.heads_kv * -(-problem.sk // config.backward_kv.resident)
-    for parts in parts_of(problem):
-        kv = backward_variant("bwd_sm80_kv", problem, config.backward_kv, vector, parts)
-        _launch(kv, blocks, params)
-    blocks = problem.batch * problem.heads * -(-problem.sq // config.backward_q.resident)
-    _launch(backward_variant("bwd_sm80_q", problem, config.backward_q, vector, 3), blocks, params)
+    pointers, strides, aligned = _described((q, k, v, out, dout, dq, dk, dv))
+    plan = _backward_plan(q.data.device_id, problem, config, strides, aligned)
+    rows = (lse, dlse, lse_log2, delta)
+    _launch(plan, pointers, [0 if x is None else x.data.ptr for x in rows])
 
 
-def _params(problem: Problem, operands: tuple, rows: tuple) -> tuple[np.ndarray, bool]:
-    """Params for a launch, and whether 16-byte copies are possible on all operands."""
-    template, vector = _template(problem, tuple(x.strides for x in operands))
-    params = template.copy()
+def _described(operands: tuple) -> tuple[list[int], tuple, bool]:
+    """Pointers, strides, and whether all pointers are aligned to 16 bytes."""
     pointers = [x.data.ptr for x in operands]
-    params[0 : 5 * len(pointers) : 5] = pointers
-    params[40 : 40 + len(rows)] = [0 if x is None else x.data.ptr for x in rows]
-    return params.view(_PARAMS_DTYPE), vector and not any(p % 16 for p in pointers)
+    return pointers, tuple(x.strides for x in operands), not any(p % 16 for p in pointers)
+
+
+class Plan(NamedTuple):
+    """What launches need: Params but for the pointers, as 8-byte words; and the launches."""
+
+    template: np.ndarray
+    launches: list[tuple[Any, tuple, tuple, int]]  # kernel, grid, block, shared memory
 
 
 @functools.lru_cache(4096)
-def _template(problem: Problem, strides: tuple) -> tuple[np.ndarray, bool]:
-    """Params without pointers, as 8-byte words; whether rows are aligned groups of 8 elements."""
-    p, itemsize = problem, np.dtype("float16").itemsize
-    words = []
-    for array in strides:
-        words += [0, *array]
-    words += [0] * (44 - len(words))
-    packed = PARAMS.pack(
-        *words, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, p.scale, p.softcap or 0.0
-    )
-    vector = p.d % 8 == p.dv % 8 == 0 and all(
+def _forward_plan(device, problem: Problem, config: Config, strides, aligned: bool) -> Plan:
+    vector = aligned and _whole_groups(problem, strides)
+    tiles = -(-problem.sq // config.forward.resident)
+    blocks = problem.batch * problem.heads * tiles
+    variants = [(forward_variant(problem, config.forward, vector), blocks)]
+    return Plan(_template(problem, strides), _loaded(device, variants))
+
+
+@functools.lru_cache(4096)
+def _backward_plan(device, problem: Problem, config: Config, strides, aligned: bool) -> Plan:
+    vector = aligned and _whole_groups(problem, strides)
+    rows = problem.batch * problem.heads * problem.sq
+    row_delta = backward_variant("row_delta", problem, config.backward_q, vector, 3)
+    variants = [(row_delta._replace(threads=256, shared_bytes=0), -(-rows // 8))]
+    tiles = -(-problem.sk // config.backward_kv.resident)
+    for parts in parts_of(problem):
+        kv = backward_variant("bwd_sm80_kv", problem, config.backward_kv, vector, parts)
+        variants.append((kv, problem.batch * problem.heads_kv * tiles))
+    tiles = -(-problem.sq // config.backward_q.resident)
+    q = backward_variant("bwd_sm80_q", problem, config.backward_q, vector, 3)
+    variants.append((q, problem.batch * problem.heads * tiles))
+    return Plan(_template(problem, strides), _loaded(device, variants))
+
+
+def _whole_groups(problem: Problem, strides: tuple) -> bool:
+    """Whether rows are groups of 8 elements 16 bytes apart, so that 16-byte copies are possible."""
+    itemsize = np.dtype("float16").itemsize
+    return problem.d % 8 == problem.dv % 8 == 0 and all(
         array[-1] == itemsize and not any(stride % 16 for stride in array[:-1]) for array in strides
     )
-    return np.frombuffer(packed, np.int64), vector
 
 
-def _launch(variant: Variant, blocks: int, *args: Any) -> None:
-    if blocks:
-        import cupy
+def _template(p: Problem, strides: tuple) -> np.ndarray:
+    words = [word for array in strides for word in (0, *array)]
+    words += [0] * (44 - len(words))
+    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
+    return np.frombuffer(PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0), np.int64)
 
-        kernel = _kernel(cupy.cuda.runtime.getDevice(), variant)
-        kernel((blocks,), (variant.threads,), args, shared_mem=variant.shared_bytes)
+
+def _loaded(
+    device: int, variants: list[tuple[Variant, int]]
+) -> list[tuple[Any, tuple, tuple, int]]:
+    return [
+        (_kernel(device, v), (blocks,), (v.threads,), v.shared_bytes)
+        for v, blocks in variants
+        if blocks
+    ]
 
 
 @functools.cache
 def _kernel(device: int, variant: Variant) -> Any:
     return _compile.kernel(variant.file, variant.entry, variant.macros, variant.shared_bytes)
+
+
+def _launch(plan: Plan, pointers: list[int], rows: Any) -> None:
+    params = plan.template.copy()
+    params[0 : 5 * len(pointers) : 5] = pointers
+    params[40 : 40 + len(rows)] = rows
+    args = (params.view(_PARAMS_DTYPE),)
+    for kernel, grid, block, shared_bytes in plan.launches:
+        kernel(grid, block, args, shared_mem=shared_bytes)

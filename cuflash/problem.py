@@ -7,8 +7,9 @@ Python: the reference and the NumPy tiles call it with arrays, the Numba kernels
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -70,6 +71,14 @@ class Problem:
     right: int | None = None
     bottom_right: bool = True
     softcap: float | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Computed once: a problem is the key of several caches on the way of every call.
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def group(self) -> int:

