@@ -42,7 +42,7 @@ def tables():
             yield width, i
 
 
-@pytest.mark.parametrize(("width", "row"), tables())
+@pytest.mark.parametrize(("width", "row"), list(tables()))
 def test_every_row_of_the_tables_is_right(width, row):
     import cupy
 
