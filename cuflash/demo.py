@@ -13,7 +13,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from . import attention_reference, flash_attention, pictures
 from .api import BACKENDS, load_backend, refusal
 from .digits import Learned, learn_digits
 from .numpy_backend import Step, trace
+from .pictures import Measured
 from .problem import Problem
 
 SCHEDULES = ("q-resident", "kv-resident")
@@ -165,17 +166,6 @@ def _label_digits(xp: Any, steps: int, console: Any) -> Learned:
 
 
 # --- Every backend against the formula. ---
-
-
-class Measured(NamedTuple):
-    """One way of computing one problem; seconds and bytes are NaN where it did not fit."""
-
-    way: str
-    dtype: str
-    length: int
-    error: float
-    seconds: float
-    peak_bytes: float
 
 
 def _compare(xp: Any, quick: bool, console: Any) -> list[Measured]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from .demo import Learned, Measured
+    from .digits import Learned
     from .numpy_backend import Step
 
 _TIMETABLES = {
@@ -17,6 +17,17 @@ _TIMETABLES = {
     "kv-resident": "Keys stay, queries stream past",
 }
 _SHOWN = 8  # digits in a row
+
+
+class Measured(NamedTuple):
+    """One way of computing one problem; seconds and bytes are NaN where it did not fit."""
+
+    way: str
+    dtype: str
+    length: int
+    error: float
+    seconds: float
+    peak_bytes: float
 
 
 def span(s: slice) -> str:

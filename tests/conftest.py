@@ -95,3 +95,9 @@ def xp(backend):
 def small(backend):
     """Whether only small cases are affordable: the simulator."""
     return backend == "numba" and not GPU
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "numba")])
+def gpu_backend(request):
+    """Each backend for CuPy arrays, by name: what is tested runs in float16."""
+    return request.param

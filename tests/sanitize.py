@@ -5,7 +5,6 @@ Each array has its own allocation, so that a step beyond it is one that memcheck
 
 from __future__ import annotations
 
-import cupy
 from cases import Run, case
 
 CASES = [
@@ -19,6 +18,8 @@ CASES = [
 ]  # fmt: skip
 
 if __name__ == "__main__":
+    import cupy
+
     cupy.cuda.set_allocator(None)
     for c in CASES:
         run = Run(c, cupy)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 from cases import ALL, Run, case, host, peak
@@ -74,30 +72,6 @@ def test_lengths_around_tiles_repeat_bitwise(n, dtype):
         assert all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
 
 
-def test_long_sequence_of_zeros():
-    import cupy
-
-    q = cupy.zeros((1, 1, 33728, 64), "float16")
-    out, lse = flash_attention(q, q, q, return_lse=True, backend="cuda")
-    assert not peak(out)
-    np.testing.assert_allclose(host(lse), np.log(33728), rtol=1e-6)
-
-
-def test_element_offsets_beyond_two_to_the_31():
-    import cupy
-
-    shape = (16400, 16, 128, 64)
-    q = cupy.zeros(shape, "float16")
-    last = normal(2, *shape[1:])
-    q[-2:] = last
-    out, lse = flash_attention(q, q, q, return_lse=True, backend="cuda")
-    want, want_lse = flash_attention(last, last, last, return_lse=True, backend="cuda")
-    assert bool((out[-2:] == want).all()) and bool((lse[-2:] == want_lse).all())
-    grads = flash_attention_grad(q, q, q, q, out, lse, backend="cuda")
-    wanted = flash_attention_grad(last, last, last, last, want, want_lse, backend="cuda")
-    assert all(bool((g[-2:] == w).all()) for g, w in zip(grads, wanted, strict=True))
-
-
 @pytest.mark.parametrize("shape", [(70000, 1, 16, 32), (1, 70000, 16, 32)], ids=str)
 def test_more_batch_entries_or_heads_than_a_grid_axis_holds(shape):
     q, k, v = (normal(*shape, seed=i) for i in range(3))
@@ -138,8 +112,8 @@ def test_graph_capture():
     import cupy
 
     q, k, v = (normal(1, 4, 300, 64, seed=i) for i in range(3))
-    out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
-    grads = flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")  # compiles outside of it
+    flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
@@ -155,32 +129,6 @@ def test_graph_capture():
             stream.synchronize()
             assert bool((got == want).all())
             assert all(bool((g == w).all()) for g, w in zip(got_grads, wanted, strict=True))
-    assert bool((out == out).all()) and len(grads) == 3
-
-
-def test_streams_and_threads():
-    import cupy
-
-    runs = [Run(case(100, 120, dtype=d, causal=True), cupy, seed=i) for i, d in
-            enumerate(DTYPES * 2)]  # fmt: skip
-    want = [run.forward(backend="cuda") for run in runs]
-    failures = []
-
-    def work(run, expected):
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            for _ in range(50):
-                out, lse = run.forward(backend="cuda")
-                run.backward(out, lse, backend="cuda")
-                stream.synchronize()
-                if not bool((out == expected[0]).all()):
-                    failures.append(run.case)
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(runs, want, strict=True)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failures
 
 
 def test_out_of_memory_leaves_everything_as_it_was():
