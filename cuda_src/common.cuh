@@ -1,7 +1,6 @@
 // Element types and one PTX instruction per function. Nothing here knows attention.
 #pragma once
-
-#define DEVICE __device__ __forceinline__
+#include "params.cuh"
 
 // 16-bit elements are kept as bits; T only selects the instruction.
 struct Half {};

@@ -2,6 +2,8 @@
 // checked here, so that a drift of the two fails when compiling.
 #pragma once
 
+#define DEVICE __device__ __forceinline__
+
 // A four-axis array: strides in bytes.
 struct Array {
   void* data;

@@ -19,17 +19,20 @@ from .problem import Problem
 #: Params of params.cuh: eight arrays (pointer and four strides), four rows, sizes, numbers.
 PARAMS = struct.Struct("44q9i4x2d")
 _PARAMS_DTYPE = np.dtype((np.void, PARAMS.size))  # CuPy passes an array of one element by value
-ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 KIB = 1024
+#: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
+ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
+REALS = {"float32": "float", "float64": "double"}
+WIDEST = 256
 
 
 class Tiles(NamedTuple):
-    """Rows that stay in shared memory, rows that stream past at a time, warps, and buffers."""
+    """Rows that stay with a block, rows that stream past at a time, warps, and buffers."""
 
     resident: int
     streamed: int
     warps: int
-    stages: int = 2  # of the streamed tiles in a backward pass; a forward pass has one of each
+    stages: int = 2  # of the streamed tiles in a 16-bit backward pass; elsewhere one of each
 
 
 @dataclass(frozen=True)
@@ -41,28 +44,51 @@ class Config:
     backward_q: Tiles
 
 
-# By the larger of the two widths, padded: candidates, the first that fits the device is taken. The
-# last of a table's row fits 48 KiB, so every GPU. TFLOP/s: bfloat16 on an H200, 2 x 16 heads,
+# By dtype, then by the larger of the two widths: candidates, the first that fits the device is
+# taken. The last of a row fits 48 KiB, so every GPU. TFLOP/s: bfloat16 on an H200, 2 x 16 heads,
 # S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in docs/kernels.md.
-FORWARD = {
+_FORWARD_16 = {
     64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
     192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
 }
 # Both passes together: 228 at 64 (FlashAttention-2 262), 257 at 128 (288), 165 at 256 (251).
-BACKWARD_KV = {
+_BACKWARD_KV_16 = {
     64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
     128: [Tiles(64, 64, 4), Tiles(32, 32, 2), Tiles(32, 16, 2)],
     192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
     256: [Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
 }
-BACKWARD_Q = {
+_BACKWARD_Q_16 = {
     64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
     128: [Tiles(128, 32, 4), Tiles(64, 32, 4), Tiles(32, 16, 2)],
     192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
     256: [Tiles(128, 32, 8), Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
 }
+# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow; streamed is also
+# the number of columns of a slice.
+_FORWARD_32 = {
+    64: [Tiles(128, 64, 4), Tiles(128, 32, 8)],
+    256: [Tiles(128, 64, 8), Tiles(128, 32, 8)],
+}
+_BACKWARD_32 = {
+    128: [Tiles(128, 64, 8), Tiles(128, 32, 8)],
+    256: [Tiles(128, 32, 8)],
+}
+_64 = {64: [Tiles(64, 32, 4)], 256: [Tiles(64, 32, 8)]}
+
+FORWARD = {
+    "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _64,
+}  # fmt: skip
+BACKWARD_KV = {
+    "float16": _BACKWARD_KV_16, "bfloat16": _BACKWARD_KV_16,
+    "float32": _BACKWARD_32, "float64": _64,
+}  # fmt: skip
+BACKWARD_Q = {
+    "float16": _BACKWARD_Q_16, "bfloat16": _BACKWARD_Q_16,
+    "float32": _BACKWARD_32, "float64": _64,
+}  # fmt: skip
 
 
 class Variant(NamedTuple):
@@ -75,78 +101,108 @@ class Variant(NamedTuple):
     shared_bytes: int
 
 
-def padded(width: int) -> int:
-    return -(-width // 32) * 32
+def _rounded_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _tile_bytes(rows: int, width: int) -> int:
+    return _rounded_up(2 * rows * width, 1024)
 
 
 @functools.lru_cache(4096)
 def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
-    d, dv = padded(problem.d), padded(problem.dv)
+    if problem.dtype in REALS:
+        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, {})
+    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
     rows = {"BLOCK_Q": tiles.resident, "BLOCK_K": tiles.streamed}
-    return _variant("fwd_sm80.cu", "fwd_sm80", problem, tiles, vector, shared, rows)
+    return _sm80_variant("fwd_sm80", "fwd_sm80", problem, tiles, vector, rows, shared)
 
 
 @functools.lru_cache(4096)
 def backward_variant(
-    entry: str, problem: Problem, tiles: Tiles, vector: bool, parts: int
+    step: str, problem: Problem, tiles: Tiles, vector: bool, parts: int = 1
 ) -> Variant:
-    d, dv = padded(problem.d), padded(problem.dv)
+    """`step`: "delta", "kv" (its `parts`: dK 1, dV 2, both 3) or "q"."""
+    if problem.dtype in REALS:
+        entry = "row_delta" if step == "delta" else "bwd_simt"
+        macros = {"KEYS": int(step == "kv"), "PARTS": parts}
+        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
+    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     resident = _tile_bytes(tiles.resident, d) + _tile_bytes(tiles.resident, dv)
     stage = _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
     rows_bytes = 2 * 4 * tiles.streamed  # lse and delta of the streamed rows
-    shared = resident + tiles.stages * stage + _rounded(tiles.stages * rows_bytes)
-    rows = {
+    shared = resident + tiles.stages * stage + _rounded_up(tiles.stages * rows_bytes, 1024)
+    macros = {
         "BLOCK_R": tiles.resident,
         "BLOCK_S": tiles.streamed,
         "STAGES": tiles.stages,
         "PARTS": parts,
     }
-    return _variant("bwd_sm80.cu", entry, problem, tiles, vector, shared, rows)
+    entry = "row_delta" if step == "delta" else f"bwd_sm80_{step}"
+    return _sm80_variant("bwd_sm80", entry, problem, tiles, vector, macros, shared)
 
 
-def _variant(file, entry, problem, tiles, vector, shared, rows) -> Variant:
+def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
     macros = {
         "ELEMENT": ELEMENTS[problem.dtype],
-        "HEAD_DIM": padded(problem.d),
-        "VALUE_DIM": padded(problem.dv),
-        **rows,
-        "WARPS": tiles.warps,
+        "HEAD_DIM": _rounded_up(problem.d, 32),
+        "VALUE_DIM": _rounded_up(problem.dv, 32),
         "TRANSFORM": int(problem.softcap is not None or problem.scale <= 0),
+        **macros,
+    }
+    return _variant(file, entry, tiles, vector, macros, shared)
+
+
+def _simt_variant(file, entry, problem, tiles, vector, macros) -> Variant:
+    itemsize = np.dtype(problem.dtype).itemsize
+    group = 16 // itemsize
+    macros = {
+        "REAL": REALS[problem.dtype],
+        "HEAD_DIM": _rounded_up(problem.d, tiles.streamed),
+        "VALUE_DIM": _rounded_up(problem.dv, tiles.streamed),
+        "SLICE": tiles.streamed,
+        "ROWS_PER_THREAD": tiles.resident // (4 * tiles.warps),
+        "SOFTCAP": int(problem.softcap is not None),
+        **macros,
+    }
+    shared = tiles.streamed * (tiles.resident + tiles.streamed + 2 * group) * itemsize
+    return _variant(file, entry, tiles, vector, macros, shared)
+
+
+def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
+    macros = {
+        **macros,
+        "WARPS": tiles.warps,
         "VECTOR": int(vector),
         "SHARED_BYTES": shared,
         "PARAMS_BYTES": PARAMS.size,
     }
-    return Variant(file, entry, tuple(macros.items()), 32 * tiles.warps, shared)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // 1024) * 1024
-
-
-def _tile_bytes(rows: int, width: int) -> int:
-    return _rounded(2 * rows * width)
+    threads, shared = (256, 0) if entry == "row_delta" else (32 * tiles.warps, shared)
+    return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 
 def parts_of(problem: Problem) -> tuple[int, ...]:
     """What each launch of the kv pass computes, dK (1) and dV (2): wide ones do not fit at once."""
-    return (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
+    together = {"float32": 64, "float64": 0}.get(problem.dtype, 128)
+    return (3,) if max(problem.d, problem.dv) <= together else (1, 2)
 
 
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
     if capability < 80:
         shared_limit = 48 * KIB  # the larger tiles spill there, as half the products need two steps
-    width = next(w for w in FORWARD if w >= max(problem.d, problem.dv))
 
-    def first(table, variant):
+    def first(tables, variant):
+        table = tables[problem.dtype]
+        width = next(w for w in table if w >= max(problem.d, problem.dv))
         return next(t for t in table[width] if variant(t).shared_bytes <= shared_limit)
 
     return Config(
         first(FORWARD, lambda t: forward_variant(problem, t, True)),
-        first(BACKWARD_KV, lambda t: backward_variant("bwd_sm80_kv", problem, t, True, 3)),
-        first(BACKWARD_Q, lambda t: backward_variant("bwd_sm80_q", problem, t, True, 3)),
+        first(BACKWARD_KV, lambda t: backward_variant("kv", problem, t, True)),
+        first(BACKWARD_Q, lambda t: backward_variant("q", problem, t, True)),
     )
 
 
@@ -169,14 +225,12 @@ def _limits(device: int) -> tuple[int, int]:
 def unsupported(problem: Problem) -> str | None:
     if problem.device == "cpu":
         return "it takes arrays on a GPU, and these are NumPy arrays; cupy.asarray copies them"
-    if problem.dtype not in ELEMENTS:
-        return f"it has no kernels for {problem.dtype}"
-    if max(problem.d, problem.dv) > 256:
-        return f"its widths end at 256, and these are {problem.d} and {problem.dv}"
+    if max(problem.d, problem.dv) > WIDEST:
+        return f"its widths end at {WIDEST}, and these are {problem.d} and {problem.dv}"
     import cupy
 
     capability, _ = _limits(cupy.cuda.runtime.getDevice())
-    needed = 75 if problem.dtype == "float16" else 80
+    needed = 80 if problem.dtype == "bfloat16" else 75
     if capability < needed:
         return f"{problem.dtype} needs compute capability {needed / 10}, and not {capability / 10}"
     return None
@@ -196,7 +250,7 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
 
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
-    lse_log2, delta = cupy.empty((2, *lse.shape), "float32")
+    lse_log2, delta = cupy.empty((2, *lse.shape), problem.compute)
     pointers, strides, aligned = _described((q, k, v, out, dout, dq, dk, dv))
     plan = _backward_plan(q.data.device_id, problem, config, strides, aligned)
     rows = (lse, dlse, lse_log2, delta)
@@ -229,22 +283,22 @@ def _forward_plan(device, problem: Problem, config: Config, strides, aligned: bo
 def _backward_plan(device, problem: Problem, config: Config, strides, aligned: bool) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     rows = problem.batch * problem.heads * problem.sq
-    row_delta = backward_variant("row_delta", problem, config.backward_q, vector, 3)
-    variants = [(row_delta._replace(threads=256, shared_bytes=0), -(-rows // 8))]
+    variants = [(backward_variant("delta", problem, config.backward_q, vector), -(-rows // 8))]
     tiles = -(-problem.sk // config.backward_kv.resident)
     for parts in parts_of(problem):
-        kv = backward_variant("bwd_sm80_kv", problem, config.backward_kv, vector, parts)
+        kv = backward_variant("kv", problem, config.backward_kv, vector, parts)
         variants.append((kv, problem.batch * problem.heads_kv * tiles))
     tiles = -(-problem.sq // config.backward_q.resident)
-    q = backward_variant("bwd_sm80_q", problem, config.backward_q, vector, 3)
+    q = backward_variant("q", problem, config.backward_q, vector)
     variants.append((q, problem.batch * problem.heads * tiles))
     return Plan(_template(problem, strides), _loaded(device, variants))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
-    """Whether rows are groups of 8 elements 16 bytes apart, so that 16-byte copies are possible."""
-    itemsize = np.dtype("float16").itemsize
-    return problem.d % 8 == problem.dv % 8 == 0 and all(
+    """Whether rows are 16-byte groups that lie 16 bytes apart, so that such copies are possible."""
+    itemsize = problem.itemsize
+    group = 16 // itemsize
+    return problem.d % group == problem.dv % group == 0 and all(
         array[-1] == itemsize and not any(stride % 16 for stride in array[:-1]) for array in strides
     )
 

@@ -91,6 +91,11 @@ class Problem:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return {"float64": 8, "float32": 4}.get(self.dtype, 2)
+
+    @property
     def band(self) -> tuple[int, int]:
         """(lo_shift, hi_shift) of `k_bounds`, kept within the lengths so that 32 bits hold them."""
         offset = self.sk - self.sq if self.bottom_right else 0
@@ -109,12 +114,11 @@ class Problem:
 
     def nbytes(self, backward: bool = False) -> int:
         """Fewest bytes through device memory: each input read once, each output written once."""
-        size = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         rows = self.batch * self.heads * self.sq
         q, out = rows * self.d, rows * self.dv
         kv = self.batch * self.heads_kv * self.sk * (self.d + self.dv)
         lse = rows * (8 if self.dtype == "float64" else 4)
-        return (2 * q + 2 * out + 2 * kv if backward else q + out + kv) * size + lse
+        return (2 * q + 2 * out + 2 * kv if backward else q + out + kv) * self.itemsize + lse
 
 
 def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Problem:

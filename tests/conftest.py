@@ -23,8 +23,8 @@ GPU = _gpu()
 if not GPU:
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # before anything imports numba
 
-#: What runs here. The simulator is thousands of times slower and gets the small cases.
-BACKENDS = ("numpy", "numba")
+#: What runs here. Numba's simulator is thousands of times slower and gets the small cases.
+BACKENDS = ("numpy", "cuda", "numba") if GPU else ("numpy", "numba")
 
 
 def pytest_addoption(parser):

@@ -21,23 +21,27 @@ ARCHITECTURES = {
 }  # fmt: skip
 #: Bytes that may be spilled: a few loop-invariant values where 255 registers are all in use. The
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
-SPILLS = {"fwd_sm80": 0, "bwd_sm80_kv": 40, "bwd_sm80_q": 16}
+SPILLS = {"fwd_sm80": 0, "bwd_sm80_kv": 40, "bwd_sm80_q": 16, "fwd_simt": 0, "bwd_simt": 40}
 
 
 def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     """Every variant of the tile tables that a device of this architecture may choose."""
     limit = (48 if arch == "sm_75" else ARCHITECTURES[arch]) * KIB
-    variants = []
-    for width in cuda_backend.FORWARD:
-        p = Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0)
-        variants += [cuda_backend.forward_variant(p, t, True) for t in cuda_backend.FORWARD[width]]
-        for entry, table in (
-            ("bwd_sm80_kv", cuda_backend.BACKWARD_KV),
-            ("bwd_sm80_q", cuda_backend.BACKWARD_Q),
-        ):
-            for tiles in table[width]:
-                for parts in cuda_backend.parts_of(p) if entry == "bwd_sm80_kv" else (3,):
-                    variants.append(cuda_backend.backward_variant(entry, p, tiles, True, parts))
+
+    def problem(width):
+        return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0)
+
+    variants = [
+        cuda_backend.forward_variant(problem(width), tiles, True)
+        for width, table in cuda_backend.FORWARD[dtype].items()
+        for tiles in table
+    ]
+    for step, tables in (("kv", cuda_backend.BACKWARD_KV), ("q", cuda_backend.BACKWARD_Q)):
+        for width, table in tables[dtype].items():
+            for tiles in table:
+                for parts in cuda_backend.parts_of(problem(width)) if step == "kv" else (1,):
+                    p = problem(width)
+                    variants.append(cuda_backend.backward_variant(step, p, tiles, True, parts))
     return [v for v in variants if v.shared_bytes <= limit]
 
 
@@ -52,9 +56,9 @@ def report(variant: cuda_backend.Variant, arch: str) -> tuple[int, int, list[str
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_row_compiles_within_its_budget(arch):
-    dtypes = ["float16", "bfloat16"] if arch == "sm_90a" else ["float16"]
+    dtypes = ["float16", "float32", "float64"] + ["bfloat16"] * (arch == "sm_90a")
     variants = [v for dtype in dtypes for v in rows(arch, dtype)]
-    assert len(variants) >= 12
+    assert len(variants) >= 20
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda v: report(v, arch), variants))
     for variant, (registers, spilled, warnings) in zip(variants, results, strict=True):
@@ -63,34 +67,42 @@ def test_every_row_compiles_within_its_budget(arch):
         assert not warnings, (variant, warnings)
 
 
+@pytest.mark.parametrize("dtype", cuda_backend.FORWARD)
 @pytest.mark.parametrize("limit", [48, 99, 163, 227])
 @pytest.mark.parametrize("d", [1, 32, 64, 65, 128, 160, 192, 224, 256])
-def test_every_device_and_width_has_tiles(d, limit):
-    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, d, 257 - d, 1.0)
+def test_every_device_and_width_has_tiles(d, limit, dtype):
+    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, 257 - d, 1.0)
     config = cuda_backend.config_for(p, 80, limit * KIB)
-    assert cuda_backend.forward_variant(p, config.forward, True).shared_bytes <= limit * KIB
+    for variant in (
+        cuda_backend.forward_variant(p, config.forward, True),
+        cuda_backend.backward_variant("kv", p, config.backward_kv, True, 1),
+        cuda_backend.backward_variant("q", p, config.backward_q, True, 1),
+    ):
+        assert variant.shared_bytes <= limit * KIB
 
 
-def test_other_variants_compile():
+@pytest.mark.parametrize("dtype", cuda_backend.FORWARD)
+def test_other_variants_compile(dtype):
     # No 16-byte copies, a softcap, unequal widths, not a multiple of 64.
-    p = Problem("cuda", "bfloat16", 1, 1, 1, 9, 9, 72, 40, 1.0, softcap=2.0)
+    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, 72, 40, 1.0, softcap=2.0)
     config = cuda_backend.config_for(p, 90, 227 * KIB)
     for variant in (
         cuda_backend.forward_variant(p, config.forward, False),
-        cuda_backend.backward_variant("bwd_sm80_kv", p, config.backward_kv, False, 3),
-        cuda_backend.backward_variant("bwd_sm80_q", p, config.backward_q, False, 3),
+        cuda_backend.backward_variant("kv", p, config.backward_kv, False, 3),
+        cuda_backend.backward_variant("q", p, config.backward_q, False),
     ):
         code, _ = _compile.cubin(variant.file, variant.macros, "sm_90a")
         assert code.startswith(b"\x7fELF")
 
 
-def test_params_that_drift_apart_do_not_compile():
-    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, 64, 64, 1.0)
-    variant = cuda_backend.forward_variant(p, cuda_backend.FORWARD[64][0], True)
-    for wrong in ("PARAMS_BYTES", "SHARED_BYTES"):
-        macros = {**dict(variant.macros), wrong: dict(variant.macros)[wrong] + 8}
-        with pytest.raises(Exception, match=r"cuda_backend\.py differ"):
-            _compile.cubin(variant.file, tuple(macros.items()), "sm_90a")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("wrong", ["PARAMS_BYTES", "SHARED_BYTES"])
+def test_sizes_that_drift_apart_do_not_compile(wrong, dtype):
+    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, 64, 64, 1.0)
+    variant = cuda_backend.forward_variant(p, cuda_backend.FORWARD[dtype][64][0], True)
+    macros = {**dict(variant.macros), wrong: dict(variant.macros)[wrong] + 8}
+    with pytest.raises(Exception, match=r"cuda_backend\.py differ"):
+        _compile.cubin(variant.file, tuple(macros.items()), "sm_90a")
 
 
 def test_a_changed_header_changes_the_source(tmp_path, monkeypatch):

@@ -1,0 +1,116 @@
+"""The CUDA-core kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
+
+`cuda_on_cpu.h` stands for CUDA; the sources are those that NVRTC gets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from cases import Run, case
+
+from cuflash import _compile, api, cuda_backend
+from cuflash.cuda_backend import Config, Tiles
+
+HEADER = __file__.replace("test_cuda_on_cpu.py", "cuda_on_cpu.h")
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    """A C++20 compiler and a folder, or a skip."""
+    compiler = shutil.which("g++")
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    program = folder / "probe.cpp"
+    program.write_text("#include <barrier>\nint main() {}\n")
+    probe = [compiler, "-std=c++20", program, "-o", folder / "probe"]
+    if compiler is None or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("needs g++ with C++20 to run CUDA sources on the CPU")
+    return compiler, folder
+
+
+def compiled(compiler, variant):
+    """A function (grid, block, params) that runs the variant's kernel."""
+    compiler, folder = compiler
+    source = _compile.source(variant.file)
+    source = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "", source)
+    source = source.replace("__builtin_bit_cast(float, 0x7f800000)", "__builtin_huge_valf()")
+    program = folder / f"{abs(hash(variant))}.cpp"
+    program.write_text(
+        f'#include "{HEADER}"\nalignas(1024) static char memory[1 << 18];\n{source}\n'
+        'extern "C" void run(int grid, int block, const Params* params) '
+        f"{{ launch({variant.entry}, grid, block, *params); }}\n"
+    )
+    library = program.with_suffix(".so")
+    flags = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread"]
+    macros = [f"-D{name}={value}" for name, value in variant.macros]
+    subprocess.run([compiler, *flags, *macros, program, "-o", library], check=True)
+    return ctypes.CDLL(str(library)).run
+
+
+@pytest.fixture
+def on_cpu(compiler, monkeypatch):
+    """cuda_backend with its launches going to the CPU, for NumPy arrays."""
+
+    def kernel(device, variant):
+        run = compiled(compiler, variant)
+        return lambda grid, block, args, shared_mem: run(
+            grid[0], block[0], args[0].ctypes.data_as(ctypes.c_void_p)
+        )
+
+    monkeypatch.setattr(cuda_backend, "_kernel", kernel)
+    for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
+        cached.cache_clear()
+    yield cuda_backend
+    for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
+        cached.cache_clear()
+
+
+class Device:
+    """A NumPy array as cuda_backend sees a CuPy one."""
+
+    def __init__(self, array):
+        self.strides, self.shape = array.strides, array.shape
+        self.data = self
+        self.ptr, self.device_id = array.ctypes.data, 0
+
+
+CASES = [
+    (case(21, 37, d=24, dv=40, batch=1, heads=2, heads_kv=1), Tiles(16, 32, 1)),
+    (case(37, 21, batch=1, heads=2, heads_kv=1, causal=True, softcap=2.0), Tiles(32, 32, 2)),
+    (case(37, 70, d=64, dv=32, heads=2, heads_kv=2, layout="contiguous", window=(9, 3)),
+     Tiles(32, 64, 1)),
+    (case(20, 33, d=9, dv=5, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True),
+     Tiles(16, 32, 1)),
+    (case(20, 33, d=40, dv=6, batch=1, heads=1, heads_kv=1, dtype="float64", scale=-0.5,
+          layout="contiguous", window=(3, None)), Tiles(16, 32, 2)),
+    (case(35, 33, d=40, dv=70, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
+          causal="top_left"), Tiles(16, 32, 1)),
+    (case(9, 3, d=8, dv=8, batch=1, heads=1, heads_kv=1, causal=True), Tiles(16, 32, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tiles"), CASES, ids=str)
+def test_float32_and_float64_kernels(case, tiles, on_cpu):
+    run = Run(case, np)
+    options = [run.options.get(name) for name in ("scale", "causal", "window", "softcap")]
+    options[1] = options[1] or False
+    problem, q, k, v = api.canonical(run.q, run.k, run.v, *options)
+    config = Config(tiles, tiles, tiles)
+    out, lse, lse_log2, delta, dq, dk, dv = (
+        np.full(shape, np.nan, case.dtype)
+        for shape in ((*q.shape[:-1], case.dv), *[q.shape[:-1]] * 3, q.shape, k.shape, v.shape)
+    )
+    pointers, strides, aligned = on_cpu._described([Device(x) for x in (q, k, v, out)])
+    plan = on_cpu._forward_plan(0, problem, config, strides, aligned)
+    on_cpu._launch(plan, pointers, (lse.ctypes.data,))
+    run.check_forward(out, lse)
+    operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
+    pointers, strides, aligned = on_cpu._described(operands)
+    plan = on_cpu._backward_plan(0, problem, config, strides, aligned)
+    on_cpu._launch(plan, pointers, [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)])
+    run.check_backward((dq, dk, dv))
