@@ -2,15 +2,15 @@
 //
 // Three kernels, no atomics, results repeat bit for bit:
 //   row_delta     a warp per row: delta = rowsum(dO * O) - dlse, and lse in base 2
-//   bwd_sm80_kv   a block per (key tile, key/value head, batch entry): dK and dV. Rows of the
-//   products
-//                 are keys, so that P^T and dS^T are A fragments as they lie and never leave
-//                 registers
-//   bwd_sm80_q    a block per (query tile, head, batch entry): dQ, the same with queries as rows
-// Resident operands stay in shared memory; streamed ones pass through STAGES buffers, the next tile
-// being copied in while this one is computed on.
-// Options: as fwd_sm80.cu; BLOCK_R and BLOCK_S are the rows of a resident and of a streamed tile,
-// PARTS which of dK (1) and dV (2) bwd_sm80_kv computes.
+//   bwd_sm80    a block per tile of rows. KEYS 1: rows are keys, the result dK and dV, for each
+//   key/value
+//               head; KEYS 0: rows are queries, the result dQ, for each head. The others stream
+//               past. With rows as they are, P and dS are A fragments as they lie and never leave
+//               registers
+// The block's own operands stay in shared memory; the others' pass through STAGES buffers, the next
+// tile being copied in while this one is computed on.
+// Options: as fwd_sm80.cu; KEYS; BLOCK_R and BLOCK_S are the rows of an own and of a streamed tile,
+// PARTS which of dK (1) and dV (2) is computed, for KEYS 0: 1.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -40,7 +40,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
-DEVICE long long row_start(const Params& p, int batch, int head) {
+DEVICE long long first_row(const Params& p, int batch, int head) {
   return (static_cast<long long>(batch) * p.heads + head) * p.sq;
 }
 
@@ -68,52 +68,76 @@ extern "C" __global__ void row_delta(const Params p) {
   static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const unsigned k_tile = shared_address(&shared.wide), v_tile = shared_address(&shared.value);
+  const unsigned wide_tile = shared_address(&shared.wide),
+                 value_tile = shared_address(&shared.value);
 
-  const int tiles = (p.sk + BLOCK_R - 1) / BLOCK_R, heads_kv = p.heads / p.group;
-  const int k0 = blockIdx.x % tiles * BLOCK_R;
-  const int head_kv = blockIdx.x / tiles % heads_kv, batch = blockIdx.x / tiles / heads_kv;
+  // Rows of this block's tile, and of what streams past.
+  const int rows = KEYS ? p.sk : p.sq, others = KEYS ? p.sq : p.sk;
+  const int heads = KEYS ? p.heads / p.group : p.heads;
+  const int tiles = (rows + BLOCK_R - 1) / BLOCK_R;
+  // Under a causal mask the last queries and the first keys have the most to do: they go first.
+  const int tile = KEYS ? blockIdx.x % tiles : tiles - 1 - blockIdx.x % tiles;
+  const int row0 = tile * BLOCK_R;
+  const int head = blockIdx.x / tiles % heads, batch = blockIdx.x / tiles / heads;
   const Scores scores(p.scale, p.softcap);
 
-  // Queries that see any of these keys, and those that see all; the same for each head of the
-  // group.
-  const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
-  const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
-  const Bounds last = k_bounds(min(k0 + BLOCK_R, p.sk) - 1, p.sq, lo_shift, hi_shift);
-  const int q_begin = first.lo / BLOCK_S * BLOCK_S, q_end = last.hi;
-  const int steps = max(0, (q_end - q_begin + BLOCK_S - 1) / BLOCK_S);
+  // Others that see any of these rows, and those that see all; the same for each partner.
+  const int lo_shift = KEYS ? 1 - p.hi_shift : p.lo_shift;
+  const int hi_shift = KEYS ? 1 - p.lo_shift : p.hi_shift;
+  const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
+  const Bounds last = k_bounds(min(row0 + BLOCK_R, rows) - 1, others, lo_shift, hi_shift);
+  const int begin = first.lo / BLOCK_S * BLOCK_S, end = last.hi;
 
-  int head = head_kv * p.group, next_q0 = q_begin;  // of the tile to be copied in next
+  // The query heads of a key/value head, or the key/value head of a query head.
+  const int partners = KEYS ? p.group : 1;
+  int partner = KEYS ? head * p.group : head / p.group,
+      next = begin;  // of the tile to copy in next
   auto load = [&](int i) {
-    const int q0 = next_q0;
     Stage& stage = shared.stages[i % STAGES];
-    SWide::load<VECTOR>(shared_address(&stage.wide), Slice(p.q, batch, head), q0, p.sq, p.d);
-    SValue::load<VECTOR>(shared_address(&stage.value), Slice(p.dout, batch, head), q0, p.sq,
-                         p.v_width);
-    const long long rows = row_start(p, batch, head) + q0;
-    for (int j = threadIdx.x; j < BLOCK_S; j += kThreads) {
-      const bool inside = q0 + j < p.sq;
-      copy4(shared_address(&shared.lse_log2[i % STAGES][j]),
-            static_cast<float*>(p.lse_log2) + rows + j, inside);
-      copy4(shared_address(&shared.delta[i % STAGES][j]), static_cast<float*>(p.delta) + rows + j,
-            inside);
+    SWide::load<VECTOR>(shared_address(&stage.wide), Slice(KEYS ? p.q : p.k, batch, partner), next,
+                        others, p.d);
+    SValue::load<VECTOR>(shared_address(&stage.value), Slice(KEYS ? p.dout : p.v, batch, partner),
+                         next, others, p.v_width);
+    if constexpr (KEYS) {
+      const long long stats = first_row(p, batch, partner) + next;
+      for (int j = threadIdx.x; j < BLOCK_S; j += kThreads) {
+        const bool inside = next + j < others;
+        copy4(shared_address(&shared.lse_log2[i % STAGES][j]),
+              static_cast<float*>(p.lse_log2) + stats + j, inside);
+        copy4(shared_address(&shared.delta[i % STAGES][j]),
+              static_cast<float*>(p.delta) + stats + j, inside);
+      }
     }
     copies_commit();
-    next_q0 += BLOCK_S;
-    if (next_q0 >= q_end) next_q0 = q_begin, ++head;
+    next += BLOCK_S;
+    if (next >= end) next = begin, ++partner;
   };
 
-  float dk[kM][HEAD_DIM / 8][4], dv[kM][VALUE_DIM / 8][4];
-  clear(dk);
-  clear(dv);
-  RWide::load<VECTOR>(k_tile, Slice(p.k, batch, head_kv), k0, p.sk, p.d);
-  RValue::load<VECTOR>(v_tile, Slice(p.v, batch, head_kv), k0, p.sk, p.v_width);
-  const int total = steps * p.group;
+  float lse_log2[kM][2], delta[kM][2];  // of rows that are queries
+  if constexpr (!KEYS) {
+    const long long stats = first_row(p, batch, head);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row0 + fragment_row<kM>(m, r);
+        lse_log2[m][r] = row < rows ? static_cast<float*>(p.lse_log2)[stats + row] : kInfinity;
+        delta[m][r] = row < rows ? static_cast<float*>(p.delta)[stats + row] : 0.0f;
+      }
+    }
+  }
+
+  float wide[kM][HEAD_DIM / 8][4], value[kM][VALUE_DIM / 8][4];  // dK or dQ; and dV
+  clear(wide);
+  clear(value);
+  RWide::load<VECTOR>(wide_tile, Slice(KEYS ? p.k : p.q, batch, head), row0, rows, p.d);
+  RValue::load<VECTOR>(value_tile, Slice(KEYS ? p.v : p.dout, batch, head), row0, rows, p.v_width);
+  const int total = max(0, (end - begin + BLOCK_S - 1) / BLOCK_S) * partners;
   if (STAGES > 1 && total > 0) load(0);
-  for (int i = 0, q0 = q_begin; i < total; ++i) {
+  for (int i = 0, other0 = begin; i < total; ++i) {
     if constexpr (STAGES == 1) {
       __syncthreads();  // all are done with the tiles before
       load(i);
@@ -123,12 +147,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
     if (STAGES > 1 && i + 1 < total) load(i + 1);
 
     Stage& stage = shared.stages[i % STAGES];
-    const unsigned q_tile = shared_address(&stage.wide), do_tile = shared_address(&stage.value);
-    float s[kM][kN][4], ds[kM][kN][4];  // transposed: rows are keys
-    multiply<Element, RWide, SWide>(s, k_tile, q_tile);
+    const unsigned s_wide = shared_address(&stage.wide), s_value = shared_address(&stage.value);
+    float s[kM][kN][4], ds[kM][kN][4];
+    multiply<Element, RWide, SWide>(s, wide_tile, s_wide);
     scores.transform(s);
     if constexpr (PARTS & 1)
-      multiply<Element, RValue, SValue>(ds, v_tile, do_tile);
+      multiply<Element, RValue, SValue>(ds, value_tile, s_value);
     else
       clear(ds);
 #pragma unroll
@@ -136,22 +160,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = n * 8 + fragment_column() + e;
-        const float lse = shared.lse_log2[i % STAGES][column],
-                    delta = shared.delta[i % STAGES][column];
+        const float column_lse = KEYS ? shared.lse_log2[i % STAGES][column] : 0;
+        const float column_delta = KEYS ? shared.delta[i % STAGES][column] : 0;
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
           for (int r = 0; r < 2; ++r)
-            differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e], lse, delta, scores);
+            differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e],
+                          KEYS ? column_lse : lse_log2[m][r], KEYS ? column_delta : delta[m][r],
+                          scores);
       }
     }
-    if (q0 < last.lo || q0 + BLOCK_S > first.hi) {
-      apply_mask(s, k0, q0, p.sq, lo_shift, hi_shift, 0.0f);
-      apply_mask(ds, k0, q0, p.sq, lo_shift, hi_shift, 0.0f);
+    if (other0 < last.lo || other0 + BLOCK_S > first.hi) {
+      if constexpr (PARTS & 2) apply_mask(s, row0, other0, others, lo_shift, hi_shift, 0.0f);
+      apply_mask(ds, row0, other0, others, lo_shift, hi_shift, 0.0f);
     }
-    q0 = q0 + BLOCK_S < q_end ? q0 + BLOCK_S : q_begin;
-    if constexpr (PARTS & 2) accumulate<Element, SValue>(dv, s, do_tile);
-    if constexpr (PARTS & 1) accumulate<Element, SWide>(dk, ds, q_tile);
+    other0 = other0 + BLOCK_S < end ? other0 + BLOCK_S : begin;
+    if constexpr (PARTS & 2) accumulate<Element, SValue>(value, s, s_value);
+    if constexpr (PARTS & 1) accumulate<Element, SWide>(wide, ds, s_wide);
   }
   copies_wait();
   __syncthreads();
@@ -159,87 +185,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_kv(const Para
   float scale[kM][2], one[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m) scale[m][0] = scale[m][1] = p.scale, one[m][0] = one[m][1] = 1;
-  if constexpr (PARTS & 1) stage_rows<Element, RWide>(dk, scale, k_tile);
-  if constexpr (PARTS & 2) stage_rows<Element, RValue>(dv, one, v_tile);
+  if constexpr (PARTS & 1) stage_rows<Element, RWide>(wide, scale, wide_tile);
+  if constexpr (PARTS & 2) stage_rows<Element, RValue>(value, one, value_tile);
   __syncthreads();
-  if constexpr (PARTS & 1) RWide::store<VECTOR>(Slice(p.dk, batch, head_kv), k_tile, k0, p.sk, p.d);
+  if constexpr (PARTS & 1)
+    RWide::store<VECTOR>(Slice(KEYS ? p.dk : p.dq, batch, head), wide_tile, row0, rows, p.d);
   if constexpr (PARTS & 2)
-    RValue::store<VECTOR>(Slice(p.dv, batch, head_kv), v_tile, k0, p.sk, p.v_width);
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_q(const Params p) {
-  extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const unsigned q_tile = shared_address(&shared.wide), do_tile = shared_address(&shared.value);
-
-  const int tiles = (p.sq + BLOCK_R - 1) / BLOCK_R;
-  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const int q0 =
-      (tiles - 1 - blockIdx.x % tiles) * BLOCK_R;  // under a causal mask the longest first
-  const Slice k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
-  const Scores scores(p.scale, p.softcap);
-  const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
-  const Bounds last = k_bounds(min(q0 + BLOCK_R, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
-  const int k_begin = first.lo / BLOCK_S * BLOCK_S;
-  const int total = max(0, (last.hi - k_begin + BLOCK_S - 1) / BLOCK_S);
-
-  auto load = [&](int i) {
-    Stage& stage = shared.stages[i % STAGES];
-    SWide::load<VECTOR>(shared_address(&stage.wide), k, k_begin + i * BLOCK_S, p.sk, p.d);
-    SValue::load<VECTOR>(shared_address(&stage.value), v, k_begin + i * BLOCK_S, p.sk, p.v_width);
-    copies_commit();
-  };
-
-  const long long rows = row_start(p, batch, head);
-  float lse_log2[kM][2], delta[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = q0 + fragment_row<kM>(m, r);
-      lse_log2[m][r] = row < p.sq ? static_cast<float*>(p.lse_log2)[rows + row] : kInfinity;
-      delta[m][r] = row < p.sq ? static_cast<float*>(p.delta)[rows + row] : 0.0f;
-    }
-  }
-  float dq[kM][HEAD_DIM / 8][4];
-  clear(dq);
-  RWide::load<VECTOR>(q_tile, Slice(p.q, batch, head), q0, p.sq, p.d);
-  RValue::load<VECTOR>(do_tile, Slice(p.dout, batch, head), q0, p.sq, p.v_width);
-  if (STAGES > 1 && total > 0) load(0);
-  for (int i = 0; i < total; ++i) {
-    if constexpr (STAGES == 1) {
-      __syncthreads();  // all are done with the tiles before
-      load(i);
-    }
-    copies_wait();
-    __syncthreads();  // this stage is here, and all are done with the other
-    if (STAGES > 1 && i + 1 < total) load(i + 1);
-
-    Stage& stage = shared.stages[i % STAGES];
-    const unsigned k_tile = shared_address(&stage.wide), v_tile = shared_address(&stage.value);
-    float s[kM][kN][4], ds[kM][kN][4];
-    multiply<Element, RWide, SWide>(s, q_tile, k_tile);
-    scores.transform(s);
-    multiply<Element, RValue, SValue>(ds, do_tile, v_tile);
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          differentiate(s[m][n][e], ds[m][n][e], lse_log2[m][e / 2], delta[m][e / 2], scores);
-    const int k0 = k_begin + i * BLOCK_S;
-    if (k0 < last.lo || k0 + BLOCK_S > first.hi)
-      apply_mask(ds, q0, k0, p.sk, p.lo_shift, p.hi_shift, 0.0f);
-    accumulate<Element, SWide>(dq, ds, k_tile);
-  }
-  copies_wait();
-  __syncthreads();
-
-  float scale[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m) scale[m][0] = scale[m][1] = p.scale;
-  stage_rows<Element, RWide>(dq, scale, q_tile);
-  __syncthreads();
-  RWide::store<VECTOR>(Slice(p.dq, batch, head), q_tile, q0, p.sq, p.d);
+    RValue::store<VECTOR>(Slice(p.dv, batch, head), value_tile, row0, rows, p.v_width);
 }

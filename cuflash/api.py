@@ -117,10 +117,10 @@ def flash_attention(
         lse3 = arrays.module_of(q4).empty(q4.shape[:-1], problem.compute)
         run.forward(problem, config, q4, k4, v4, out4, lse3)
         if out is None:
-            out = out4.reshape(*shape[:-1], problem.dv)
+            out = arrays.shaped(out4, (*shape[:-1], problem.dv))
         elif aside:
-            out[...] = out4.reshape(out.shape)
-    return (out, lse3.reshape(shape[:-1])) if return_lse else out
+            out[...] = arrays.shaped(out4, out.shape)
+    return (out, arrays.shaped(lse3, shape[:-1])) if return_lse else out
 
 
 def flash_attention_grad(
@@ -194,7 +194,9 @@ def flash_attention_grad(
         run, config = _choose(problem, backend, config, arrays.device_of(q4))
         grads = [arrays.empty_in_order(x, x.shape) for x in (q4, k4, v4)]
         run.backward(problem, config, dout4, q4, k4, v4, out4, lse3, dlse, *grads)
-    return AttentionGrads(*(g.reshape(_shape(x)) for g, x in zip(grads, (q, k, v), strict=True)))
+    return AttentionGrads(
+        *(arrays.shaped(g, _shape(x)) for g, x in zip(grads, (q, k, v), strict=True))
+    )
 
 
 def warmup(
@@ -359,7 +361,10 @@ def _choose(problem: Problem, backend: str | None, config: Any, device: str) -> 
 
 
 def _on_device(x: Any) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if arrays.module_of(x) is np else x.device
+    xp = arrays.module_of(x)
+    if xp is np or xp.cuda.runtime.getDevice() == x.data.device_id:
+        return contextlib.nullcontext()
+    return x.device
 
 
 def _shape(x: Any) -> tuple[int, ...]:

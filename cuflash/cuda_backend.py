@@ -125,23 +125,18 @@ def backward_variant(
     step: str, problem: Problem, tiles: Tiles, vector: bool, parts: int = 1
 ) -> Variant:
     """`step`: "delta", "kv" (its `parts`: dK 1, dV 2, both 3) or "q"."""
+    file = "bwd_simt" if problem.dtype in REALS else "bwd_sm80"
+    entry = "row_delta" if step == "delta" else file
+    macros = {"KEYS": int(step == "kv"), "PARTS": parts}
     if problem.dtype in REALS:
-        entry = "row_delta" if step == "delta" else "bwd_simt"
-        macros = {"KEYS": int(step == "kv"), "PARTS": parts}
-        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
+        return _simt_variant(file, entry, problem, tiles, vector, macros)
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     resident = _tile_bytes(tiles.resident, d) + _tile_bytes(tiles.resident, dv)
     stage = _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
     rows_bytes = 2 * 4 * tiles.streamed  # lse and delta of the streamed rows
     shared = resident + tiles.stages * stage + _rounded_up(tiles.stages * rows_bytes, 1024)
-    macros = {
-        "BLOCK_R": tiles.resident,
-        "BLOCK_S": tiles.streamed,
-        "STAGES": tiles.stages,
-        "PARTS": parts,
-    }
-    entry = "row_delta" if step == "delta" else f"bwd_sm80_{step}"
-    return _sm80_variant("bwd_sm80", entry, problem, tiles, vector, macros, shared)
+    rows = {"BLOCK_R": tiles.resident, "BLOCK_S": tiles.streamed, "STAGES": tiles.stages}
+    return _sm80_variant(file, entry, problem, tiles, vector, macros | rows, shared)
 
 
 def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:

@@ -1,4 +1,4 @@
-// Enough of CUDA to run kernels that use no PTX on CPU threads: one thread each, a block at a time.
+// Enough of CUDA to run the kernels on CPU threads: one thread each, a block at a time.
 #include <algorithm>
 #include <barrier>
 #include <cmath>
@@ -21,21 +21,33 @@ struct Dim {
 };
 inline thread_local Dim threadIdx, blockIdx;
 inline Dim blockDim;
+alignas(1024) inline char memory[1 << 18];  // shared memory
 inline std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[32];
-inline char exchanged[32][32][8];
 
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
 inline void __syncwarp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
 
+// What every lane of this warp passes, seen by all of them while `use` runs.
+template <class T, class Use>
+auto with_lanes(const T& mine, Use use) {
+  static T lanes[32][32];
+  T(&warp)[32] = lanes[threadIdx.x / 32];
+  warp[threadIdx.x % 32] = mine;
+  __syncwarp();
+  const auto result = use(warp);
+  __syncwarp();
+  return result;
+}
+
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int lanes) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  std::memcpy(exchanged[warp][lane], &value, sizeof value);
-  __syncwarp();
-  std::memcpy(&value, exchanged[warp][lane ^ lanes], sizeof value);
-  __syncwarp();
-  return value;
+  return with_lanes(value, [=](T* warp) { return warp[threadIdx.x % 32 ^ lanes]; });
 }
+inline bool __any_sync(unsigned, bool value) {
+  return with_lanes(value,
+                    [](bool* warp) { return std::any_of(warp, warp + 32, std::identity{}); });
+}
+inline float __fdividef(float x, float y) { return x / y; }
 
 template <class Kernel, class Params>
 void launch(Kernel kernel, int grid, int block, const Params& params) {

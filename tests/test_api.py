@@ -153,6 +153,13 @@ def test_results_lie_in_memory_as_the_inputs_do(backend, xp):
     assert all(x.swapaxes(1, 2).flags.c_contiguous for x in (dq, dk, dv))
 
 
+def test_gradients_of_broadcast_arrays_are_plain_arrays(backend, xp):
+    run = Run(case(5, 9, d=4, dv=3, heads=2, layout="broadcast", heads_kv=2), xp)
+    out, lse = run.forward(backend=backend)
+    grads = run.backward(out, lse, backend=backend)
+    assert all(x.flags.c_contiguous for x in (out, *grads))
+
+
 def test_out(backend, xp):
     q, k, v = qkv(xp)
     want = flash_attention(q, k, v, backend=backend)

@@ -1,6 +1,7 @@
-"""The CUDA-core kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
+"""The CUDA kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
 
-`cuda_on_cpu.h` stands for CUDA; the sources are those that NVRTC gets.
+`cuda_on_cpu.h` stands for CUDA, and `common_on_cpu.cuh` for the PTX of `common.cuh`; all else is
+what NVRTC gets.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +19,12 @@ from cases import Run, case
 from cuflash import _compile, api, cuda_backend
 from cuflash.cuda_backend import Config, Tiles
 
-HEADER = __file__.replace("test_cuda_on_cpu.py", "cuda_on_cpu.h")
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    """A C++20 compiler and a folder, or a skip."""
+    """A C++20 compiler and a folder with the sources for it, or a skip."""
     compiler = shutil.which("g++")
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     program = folder / "probe.cpp"
@@ -30,18 +32,21 @@ def compiler(tmp_path_factory):
     probe = [compiler, "-std=c++20", program, "-o", folder / "probe"]
     if compiler is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs g++ with C++20 to run CUDA sources on the CPU")
+    shutil.copytree(_compile.SOURCES, folder / "src")
+    shutil.copy(HERE / "common_on_cpu.cuh", folder / "src" / "common.cuh")
     return compiler, folder
 
 
 def compiled(compiler, variant):
     """A function (grid, block, params) that runs the variant's kernel."""
     compiler, folder = compiler
-    source = _compile.source(variant.file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compile, "SOURCES", folder / "src")
+        source = _compile._inlined(variant.file, set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "", source)
-    source = source.replace("__builtin_bit_cast(float, 0x7f800000)", "__builtin_huge_valf()")
     program = folder / f"{abs(hash(variant))}.cpp"
     program.write_text(
-        f'#include "{HEADER}"\nalignas(1024) static char memory[1 << 18];\n{source}\n'
+        f'#include "{HERE / "cuda_on_cpu.h"}"\n{source}\n'
         'extern "C" void run(int grid, int block, const Params* params) '
         f"{{ launch({variant.entry}, grid, block, *params); }}\n"
     )
@@ -91,20 +96,29 @@ CASES = [
     (case(35, 33, d=40, dv=70, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
           causal="top_left"), Tiles(16, 32, 1)),
     (case(9, 3, d=8, dv=8, batch=1, heads=1, heads_kv=1, causal=True), Tiles(16, 32, 1)),
+    (case(40, 37, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", causal=True),
+     Tiles(32, 16, 1)),
+    (case(37, 50, d=64, dv=96, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", softcap=2.0), Tiles(32, 32, 2)),
+    (case(50, 33, d=32, dv=64, batch=2, heads=1, heads_kv=1, dtype="bfloat16", layout="bshd",
+          window=(9, 3), scale=-0.4), Tiles(32, 16, 2, 1)),
+    (case(20, 30, d=136, dv=24, batch=1, heads=1, heads_kv=1, dtype="float16",
+          layout="contiguous"), Tiles(16, 16, 1)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "tiles"), CASES, ids=str)
-def test_float32_and_float64_kernels(case, tiles, on_cpu):
+def test_kernels(case, tiles, on_cpu):
     run = Run(case, np)
     options = [run.options.get(name) for name in ("scale", "causal", "window", "softcap")]
     options[1] = options[1] or False
     problem, q, k, v = api.canonical(run.q, run.k, run.v, *options)
     config = Config(tiles, tiles, tiles)
-    out, lse, lse_log2, delta, dq, dk, dv = (
-        np.full(shape, np.nan, case.dtype)
-        for shape in ((*q.shape[:-1], case.dv), *[q.shape[:-1]] * 3, q.shape, k.shape, v.shape)
+    out, dq, dk, dv = (
+        np.full(shape, np.nan, q.dtype)
+        for shape in ((*q.shape[:-1], case.dv), q.shape, k.shape, v.shape)
     )
+    lse, lse_log2, delta = np.full((3, *q.shape[:-1]), np.nan, problem.compute)
     pointers, strides, aligned = on_cpu._described([Device(x) for x in (q, k, v, out)])
     plan = on_cpu._forward_plan(0, problem, config, strides, aligned)
     on_cpu._launch(plan, pointers, (lse.ctypes.data,))
