@@ -25,14 +25,10 @@ extern "C" __global__ void row_delta(const Params p) {
 }
 
 // s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
-DEVICE void differentiate(Real& s, Real& dp, Real lse, Real delta, const Params& p) {
-  const Real x = score(s, p);
+DEVICE void differentiate(Real& s, Real& dp, Real lse, Real delta, const Scores& score) {
+  const Real x = score(s);
   s = exp(x - lse);
-  dp = s * (dp - delta);
-  if (SOFTCAP) {
-    const Real t = x / Real(p.softcap);
-    dp *= 1 - t * t;
-  }
+  dp = s * (dp - delta) * score.slope(x);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {
@@ -49,6 +45,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
   const Bounds last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
   const Matrix mine(KEYS ? p.k : p.q, batch, head), mine_value(KEYS ? p.v : p.dout, batch, head);
+
+  const Scores score(p);
 
   // dK or dQ; and dV.
   Part wide[PARTS & 1 ? kSlices(HEAD_DIM) : 1], value[PARTS & 2 ? kSlices(VALUE_DIM) : 1];
@@ -79,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           const int column = other0 + column_of(j), query = KEYS ? column : row;
           // A row whose every score is -inf has no gradient: -inf + inf is NaN.
           if (row < rows && seen.lo <= column && column < seen.hi && lse[query] != -kInfinity)
-            differentiate(s[i][j], ds[i][j], lse[query], delta[query], p);
+            differentiate(s[i][j], ds[i][j], lse[query], delta[query], score);
           else
             s[i][j] = ds[i][j] = 0;
         }

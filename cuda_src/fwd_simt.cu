@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
   const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
   const Bounds last = k_bounds(min(q0 + kRows, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
 
+  const Scores score(p);
   OnlineSoftmax softmax;
   Part o[kOut];
 #pragma unroll
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
         const int key = k0 + column_of(j);
-        s[i][j] = keys.lo <= key && key < keys.hi ? score(s[i][j], p) : -kInfinity;
+        s[i][j] = keys.lo <= key && key < keys.hi ? score(s[i][j]) : -kInfinity;
       }
     }
     softmax.add(s, o);

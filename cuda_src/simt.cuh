@@ -193,10 +193,19 @@ DEVICE Real lanes_sum(Real x) {
 }
 
 // Scores from products: scale, then softcap.
-DEVICE Real score(Real product, const Params& p) {
-  const Real s = product * Real(p.scale);
-  return SOFTCAP ? Real(p.softcap) * tanh(s / Real(p.softcap)) : s;
-}
+struct Scores {
+  Real scale, softcap;
+  DEVICE explicit Scores(const Params& p) : scale(p.scale), softcap(p.softcap) {}
+  DEVICE Real operator()(Real product) const {
+    const Real s = product * scale;
+    return SOFTCAP ? softcap * tanh(s / softcap) : s;
+  }
+  // 1 - tanh^2 at a score; 1 without a softcap.
+  DEVICE Real slope(Real s) const {
+    const Real t = SOFTCAP ? s / softcap : Real(0);
+    return 1 - t * t;
+  }
+};
 
 DEVICE long long first_row(const Params& p, int batch, int head) {
   return (static_cast<long long>(batch) * p.heads + head) * p.sq;
