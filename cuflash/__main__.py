@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -212,4 +213,6 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], indent: 
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends us quietly
     sys.exit(main())
