@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from cuflash.numpy_backend import cores
+
 Call = Callable[[], Any]
 
 
@@ -31,8 +33,7 @@ class Cpu:
         self.xp = np
 
     def describe(self) -> dict[str, str]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        shown = {"machine": f"{_cpu_model()}, {cores} cores", **_blas()}
+        shown = {"machine": f"{_cpu_model()}, {cores()} cores", **_blas()}
         if hasattr(os, "getloadavg"):  # others at work here make every number noise
             shown["load before"] = f"{os.getloadavg()[0]:.1f} processes in the last minute"
         return shown

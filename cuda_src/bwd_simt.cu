@@ -1,15 +1,13 @@
 // Backward for float32 and float64 on CUDA cores, at those dtypes' accuracy.
 //
-//   row_delta   a warp per row: delta = rowsum(dO * O) - dlse
-//   bwd_simt    a block per tile of rows. KEYS 1: rows are keys, the result dK and dV, for each
-//   key/value
-//               head; KEYS 0: rows are queries, the result dQ, for each head. The other operand
-//               streams past.
-// No atomics, results repeat bit for bit. Options: as fwd_simt.cu; KEYS; PARTS: dK (1), dV (2), for
-// KEYS 0: 1. Source: Dao 2023, arXiv:2307.08691, algorithm 2.
+//   row_delta  a warp per row: delta = rowsum(dO * O) - dlse
+//   bwd_simt   a block per tile of rows; the others stream past.
+//              KEYS 1: rows are keys, the result dK and dV, for each key/value head
+//              KEYS 0: rows are queries, the result dQ, for each head
+// No atomics, results repeat bit for bit.
+// Options: as fwd_simt.cu; KEYS; PARTS: dK (1), dV (2), for KEYS 0: 1.
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "simt.cuh"
-
-constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
 
 extern "C" __global__ void row_delta(const Params p) {
   const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;

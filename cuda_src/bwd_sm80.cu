@@ -1,12 +1,11 @@
 // Backward for float16 and bfloat16 on the tensor cores of every GPU from Turing on (mma.sync).
 //
 // Three kernels, no atomics, results repeat bit for bit:
-//   row_delta     a warp per row: delta = rowsum(dO * O) - dlse, and lse in base 2
-//   bwd_sm80    a block per tile of rows. KEYS 1: rows are keys, the result dK and dV, for each
-//   key/value
-//               head; KEYS 0: rows are queries, the result dQ, for each head. The others stream
-//               past. With rows as they are, P and dS are A fragments as they lie and never leave
-//               registers
+//   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and lse in base 2
+//   bwd_sm80   a block per tile of rows; the others stream past. P and dS are A fragments as they
+//              lie and never leave registers.
+//              KEYS 1: rows are keys, the result dK and dV, for each key/value head
+//              KEYS 0: rows are queries, the result dQ, for each head
 // The block's own operands stay in shared memory; the others' pass through STAGES buffers, the next
 // tile being copied in while this one is computed on.
 // Options: as fwd_sm80.cu; KEYS; BLOCK_R and BLOCK_S are the rows of an own and of a streamed tile,
@@ -39,10 +38,6 @@ struct Shared {
   float lse_log2[STAGES][BLOCK_S], delta[STAGES][BLOCK_S];  // of streamed queries
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
-
-DEVICE long long first_row(const Params& p, int batch, int head) {
-  return (static_cast<long long>(batch) * p.heads + head) * p.sq;
-}
 
 // s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
 DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, const Scores& scores) {
@@ -93,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
 
   // The query heads of a key/value head, or the key/value head of a query head.
   const int partners = KEYS ? p.group : 1;
-  int partner = KEYS ? head * p.group : head / p.group,
-      next = begin;  // of the tile to copy in next
+  // Of the tile to copy in next:
+  int partner = KEYS ? head * p.group : head / p.group, next = begin;
   auto load = [&](int i) {
     Stage& stage = shared.stages[i % STAGES];
     SWide::load<VECTOR>(shared_address(&stage.wide), Slice(KEYS ? p.q : p.k, batch, partner), next,
@@ -173,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     }
     if (other0 < last.lo || other0 + BLOCK_S > first.hi) {
       if constexpr (PARTS & 2) apply_mask(s, row0, other0, others, lo_shift, hi_shift, 0.0f);
-      apply_mask(ds, row0, other0, others, lo_shift, hi_shift, 0.0f);
+      if constexpr (PARTS & 1) apply_mask(ds, row0, other0, others, lo_shift, hi_shift, 0.0f);
     }
     other0 = other0 + BLOCK_S < end ? other0 + BLOCK_S : begin;
     if constexpr (PARTS & 2) accumulate<Element, SValue>(value, s, s_value);

@@ -8,7 +8,6 @@
 #include "simt.cuh"
 
 constexpr int kOut = kSlices(VALUE_DIM);
-constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
 
 struct OnlineSoftmax {
   Real max[kM], sum[kM];  // sum: of this thread's columns only

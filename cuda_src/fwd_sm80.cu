@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80(const Params 
   copies_wait();
   __syncthreads();  // all are done with Q, whose place the output takes
 
-  float* lse = static_cast<float*>(p.lse) + (static_cast<long long>(batch) * p.heads + head) * p.sq;
+  float* lse = static_cast<float*>(p.lse) + first_row(p, batch, head);
   float inverse[kMTiles][2];
 #pragma unroll
   for (int m = 0; m < kMTiles; ++m) {

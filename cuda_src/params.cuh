@@ -18,3 +18,20 @@ struct Params {
   double scale, softcap;   // softcap 0: none
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");
+
+// Where the numbers of a head's queries begin in lse, delta and their kin.
+DEVICE long long first_row(const Params& p, int batch, int head) {
+  return (static_cast<long long>(batch) * p.heads + head) * p.sq;
+}
+
+// One head of an array. The strides stay in the launch's parameters and take no registers.
+template <class T>
+struct Head {
+  char* data;
+  const long long &row, &column;  // bytes
+  DEVICE Head(const Array& a, int batch, int head)
+      : data(static_cast<char*>(a.data) + batch * a.batch + head * a.head),
+        row(a.row),
+        column(a.column) {}
+  DEVICE T& at(int i, int j) const { return *reinterpret_cast<T*>(data + i * row + j * column); }
+};

@@ -18,6 +18,8 @@ static_assert(kM % kVector == 0 && kN % kVector == 0, "whole 16-byte groups");
 // One group of columns more: then rows of `a` start 16 bytes of banks apart.
 constexpr int kAPitch = kRows + kVector, kBPitch = SLICE + kVector;
 
+constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
+
 struct __align__(16) Shared {
   Real a[SLICE][kAPitch];
   Real b[SLICE][kBPitch];
@@ -30,18 +32,7 @@ struct __align__(16) Group {
 
 DEVICE constexpr int kSlices(int width) { return (width + SLICE - 1) / SLICE; }
 
-// One head of an array.
-struct Matrix {
-  const char* data;
-  long long row, column;  // bytes
-  DEVICE Matrix(const Array& a, int batch, int head)
-      : data(static_cast<const char*>(a.data) + batch * a.batch + head * a.head),
-        row(a.row),
-        column(a.column) {}
-  DEVICE Real& at(int i, int j) const {
-    return *reinterpret_cast<Real*>(const_cast<char*>(data) + i * row + j * column);
-  }
-};
+using Matrix = Head<Real>;
 
 // Where element i of a thread's kM rows, or j of its kN columns, lies in the tile.
 DEVICE int row_of(int i) {
@@ -206,7 +197,3 @@ struct Scores {
     return 1 - t * t;
   }
 };
-
-DEVICE long long first_row(const Params& p, int batch, int head) {
-  return (static_cast<long long>(batch) * p.heads + head) * p.sq;
-}

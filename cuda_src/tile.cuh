@@ -6,18 +6,7 @@
 #include "mask.cuh"
 #include "params.cuh"
 
-// One head of an array. The strides stay in the launch's parameters and take no registers.
-struct Slice {
-  char* data;
-  const long long &row, &column;
-  DEVICE Slice(const Array& a, int batch, int head)
-      : data(static_cast<char*>(a.data) + batch * a.batch + head * a.head),
-        row(a.row),
-        column(a.column) {}
-  DEVICE unsigned short at(int i, int j) const {
-    return *reinterpret_cast<const unsigned short*>(data + i * row + j * column);
-  }
-};
+using Slice = Head<unsigned short>;  // elements as bits
 
 template <int kTileRows, int kTileWidth, int kThreads>
 struct Tile {
@@ -88,8 +77,8 @@ struct Tile {
         for (int j = 0; j < 4; ++j) store_shared(to + 4 * j, e[2 * j] | e[2 * j + 1] << 16);
       }
       from += kRowStep * x.row;
-      asm(""
-          : "+l"(from));  // else all the rows' pointers are kept in registers across the main loop
+      // Else all the rows' pointers are kept in registers across the main loop.
+      asm("" : "+l"(from));
     }
   }
 
@@ -125,6 +114,17 @@ DEVICE void clear(float (&c)[kM][kN][4]) {
       for (int e = 0; e < 4; ++e) c[m][n][e] = 0;
 }
 
+// Columns 16 n .. of c += a b, for the two B operands that one load brings.
+template <class T, int kM, int kN>
+DEVICE void mma_pair(float (&c)[kM][kN][4], int n, const unsigned (&a)[kM][4],
+                     const unsigned (&b)[4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    mma<T>(c[m][2 * n], a[m], b[0], b[1]);
+    mma<T>(c[m][2 * n + 1], a[m], b[2], b[3]);
+  }
+}
+
 // c = A B^T, over the widths of the tiles; the warp's rows of A, all rows of B.
 template <class T, class ATile, class BTile, int kM, int kN>
 DEVICE void multiply(float (&c)[kM][kN][4], unsigned a_tile, unsigned b_tile) {
@@ -139,11 +139,7 @@ DEVICE void multiply(float (&c)[kM][kN][4], unsigned a_tile, unsigned b_tile) {
     for (int n = 0; n < kN / 2; ++n) {
       unsigned b[4];
       load_matrices(b, BTile::part(b_origin, n, i));
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        mma<T>(c[m][2 * n], a[m], b[0], b[1]);
-        mma<T>(c[m][2 * n + 1], a[m], b[2], b[3]);
-      }
+      mma_pair<T>(c, n, a, b);
     }
   }
 }
@@ -166,11 +162,7 @@ DEVICE void accumulate(float (&c)[kM][kN][4], const float (&p)[kM][kP][4], unsig
     for (int n = 0; n < kN / 2; ++n) {
       unsigned b[4];
       load_matrices_transposed(b, BTile::part(b_origin, i, n));
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        mma<T>(c[m][2 * n], a[m], b[0], b[1]);
-        mma<T>(c[m][2 * n + 1], a[m], b[2], b[3]);
-      }
+      mma_pair<T>(c, n, a, b);
     }
   }
 }

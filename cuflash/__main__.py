@@ -17,7 +17,7 @@ import numpy as np
 
 from . import __version__, demo, pictures
 from .api import BACKENDS, load_backend, refusal
-from .numpy_backend import trace
+from .numpy_backend import cores, trace
 from .problem import DTYPES
 
 _WIDTHS = (64, 128, 256)
@@ -127,9 +127,7 @@ def _info(args: argparse.Namespace) -> int:
     for name in ("NumPy", "CuPy", "Numba", "numba-cuda", "ml_dtypes", "threadpoolctl"):
         print(f"{name:13} {_version(name)}")
     print(f"{'BLAS':13} {_blas()}")
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count()
-    print(f"{'CPU':13} {cores} cores")
+    print(f"{'CPU':13} {cores()} cores")
     for line in [f"none: {why_not}"] if cupy is None else _gpus(cupy):
         print(f"{'GPU':13} {line}")
     _print_backends("cpu", "NumPy arrays")

@@ -375,7 +375,7 @@ def _companion(name: str, x: Any, shape: tuple[int, ...], dtype: str, q: Any) ->
     """An argument that goes with q: on its device, of this shape and dtype."""
     x = arrays.as_array(name, x)
     arrays.same_device(q=q, **{name: x})
-    if x.shape != shape or x.dtype.name != dtype:
+    if x.shape != shape or arrays.dtype_name(x.dtype) != dtype:
         raise ValueError(
             f"{name} must have shape {shape} and dtype {dtype}, got {x.shape} and {x.dtype.name}"
         )

@@ -151,8 +151,7 @@ def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Varian
 
 
 def _simt_variant(file, entry, problem, tiles, vector, macros) -> Variant:
-    itemsize = np.dtype(problem.dtype).itemsize
-    group = 16 // itemsize
+    group = 16 // problem.itemsize
     macros = {
         "REAL": REALS[problem.dtype],
         "HEAD_DIM": _rounded_up(problem.d, tiles.streamed),
@@ -162,7 +161,7 @@ def _simt_variant(file, entry, problem, tiles, vector, macros) -> Variant:
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
-    shared = tiles.streamed * (tiles.resident + tiles.streamed + 2 * group) * itemsize
+    shared = tiles.streamed * (tiles.resident + tiles.streamed + 2 * group) * problem.itemsize
     return _variant(file, entry, tiles, vector, macros, shared)
 
 
@@ -233,8 +232,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
-    operands = (q, k, v, out)
-    pointers, strides, aligned = _described(operands)
+    pointers, strides, aligned = _described((q, k, v, out))
     plan = _forward_plan(q.data.device_id, problem, config, strides, aligned)
     _launch(plan, pointers, (lse.data.ptr,))
 
@@ -291,10 +289,10 @@ def _backward_plan(device, problem: Problem, config: Config, strides, aligned: b
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
     """Whether rows are 16-byte groups that lie 16 bytes apart, so that such copies are possible."""
-    itemsize = problem.itemsize
-    group = 16 // itemsize
+    group = 16 // problem.itemsize
     return problem.d % group == problem.dv % group == 0 and all(
-        array[-1] == itemsize and not any(stride % 16 for stride in array[:-1]) for array in strides
+        array[-1] == problem.itemsize and not any(stride % 16 for stride in array[:-1])
+        for array in strides
     )
 
 

@@ -506,9 +506,12 @@ def _launch(name: str, problem: Problem, config: Config, blocks: int, operands, 
         return
     import cupy
 
-    device = operands[0].device.id
+    device = operands[0].data.device_id
     stream = _stream(device, cupy.cuda.get_current_stream(device).ptr)
-    wrapped = [_wrapped(device, x.data.ptr, x.shape, x.strides, x.dtype.name) for x in operands]
+    wrapped = [
+        _wrapped(device, x.data.ptr, x.shape, x.strides, arrays.dtype_name(x.dtype))
+        for x in operands
+    ]
     with cuda.gpus[device]:
         _configured(compiled, blocks, threads, stream)(*wrapped, *scalars)
 

@@ -45,8 +45,13 @@ def default_config(problem: Problem) -> Config:
     # 192; 512 x 512 gives 155 and 188 and half the tasks, 256 x 256 133 and 189: docs/kernels.md.
     if problem.flops() < 50_000_000:
         return Config(256, 512, 1)  # half a millisecond of work; starting threads takes 0.3
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux: the cores this process may use
-    return Config(256, 512, len(affinity(0)) if affinity else os.cpu_count() or 1)
+    return Config(256, 512, cores())
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def unsupported(problem: Problem) -> str | None:

@@ -117,7 +117,7 @@ class Problem:
         rows = self.batch * self.heads * self.sq
         q, out = rows * self.d, rows * self.dv
         kv = self.batch * self.heads_kv * self.sk * (self.d + self.dv)
-        lse = rows * (8 if self.dtype == "float64" else 4)
+        lse = rows * np.dtype(self.compute).itemsize
         return (2 * q + 2 * out + 2 * kv if backward else q + out + kv) * self.itemsize + lse
 
 

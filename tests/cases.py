@@ -260,6 +260,12 @@ class Run:
         return peak(attention_reference_grad(ones, q, k, v, **self.options).dv)
 
 
+def normal(xp, *shape, dtype="float32", seed=0, scale=1.0):
+    """Normally distributed numbers as an array of xp."""
+    values = scale * np.random.default_rng(seed).standard_normal(shape)
+    return xp.asarray(values.astype(dtype_of(dtype)))
+
+
 def host(x) -> np.ndarray:
     """`x` as a NumPy array."""
     return x.get() if hasattr(x, "get") else x

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import DTYPES, Run, case, host, peak
+from cases import DTYPES, Run, case, host, normal, peak
 
 import cuflash
 from cuflash import cuda_backend, flash_attention, flash_attention_grad
 from cuflash.problem import Problem
 
 pytestmark = pytest.mark.gpu
-
-
-def normal(*shape, dtype="float16", seed=0):
-    import cupy
-
-    return cupy.asarray(
-        np.random.default_rng(seed).standard_normal(shape).astype("float32")
-    ).astype(dtype)
 
 
 TABLES = (cuda_backend.FORWARD, cuda_backend.BACKWARD_KV, cuda_backend.BACKWARD_Q)
@@ -67,7 +59,9 @@ def test_lengths_around_tiles_repeat_bitwise(n, dtype):
 
 @pytest.mark.parametrize("shape", [(70000, 1, 16, 32), (1, 70000, 16, 32)], ids=str)
 def test_more_batch_entries_or_heads_than_a_grid_axis_holds(shape):
-    q, k, v = (normal(*shape, seed=i) for i in range(3))
+    import cupy
+
+    q, k, v = (normal(cupy, *shape, dtype="float16", seed=i) for i in range(3))
     out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
     grads = flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
     some = np.s_[69990:]
@@ -84,7 +78,7 @@ def test_extra_memory():
     import cupy
 
     s, d = 32768, 64
-    q = normal(1, 2, s, d)
+    q = normal(cupy, 1, 2, s, d, dtype="float16")
     rows, matrix = 2 * s * 4, 2 * s * d * 2
     cuflash.warmup("float16", d)
 
@@ -104,7 +98,7 @@ def test_extra_memory():
 def test_graph_capture():
     import cupy
 
-    q, k, v = (normal(1, 4, 300, 64, seed=i) for i in range(3))
+    q, k, v = (normal(cupy, 1, 4, 300, 64, dtype="float16", seed=i) for i in range(3))
     out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")  # compiles outside of it
     flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -127,7 +121,7 @@ def test_graph_capture():
 def test_out_of_memory_leaves_everything_as_it_was():
     import cupy
 
-    q = normal(1, 2, 4096, 64)
+    q = normal(cupy, 1, 2, 4096, 64, dtype="float16")
     want = flash_attention(q, q, q)
     pool = cupy.cuda.MemoryPool()
     pool.set_limit(size=1 << 18)
@@ -137,17 +131,15 @@ def test_out_of_memory_leaves_everything_as_it_was():
 
 
 def test_refusals():
+    import cupy
+
     def refusal(dtype, d):
         return cuda_backend.unsupported(Problem("cuda", dtype, 1, 1, 1, 9, 9, d, d, 1.0))
 
     assert all(refusal(dtype, 256) is None for dtype in DTYPES)
     assert "257" in refusal("bfloat16", 257)
-    q = normal(1, 1, 9, 257)
-    assert (
-        peak(
-            host(flash_attention(q, q, q)) - cuflash.attention_reference(host(q), host(q), host(q))
-        )
-        < 2e-2
-    )
+    q = normal(cupy, 1, 1, 9, 257, dtype="float16")
+    want = cuflash.attention_reference(host(q), host(q), host(q))
+    assert peak(host(flash_attention(q, q, q)) - want) < 2e-2
     with pytest.raises(NotImplementedError, match="256"):
         flash_attention(q, q, q, backend="cuda")

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import Run, case, dtype_of, host, peak
+from cases import Run, case, dtype_of, host, normal, peak
 
 import cuflash
 from cuflash import flash_attention, flash_attention_grad
 
 NAN, INF = float("nan"), float("inf")
-
-
-def normal(xp, *shape, dtype="float32", seed=0, scale=1.0):
-    values = scale * np.random.default_rng(seed).standard_normal(shape)
-    return xp.asarray(values.astype(dtype_of(dtype)))
 
 
 def poison(xp):
