@@ -13,6 +13,11 @@ constexpr float kLog2e = 1.44269504088896341f;
 // saved.
 constexpr float kLag = 8.0f;
 
+// Exponents are s * unit - base in one step, of which only base = max * unit is rounded: the same
+// factor for a whole row, and so harmless until it overflows. Beyond this the maximum is subtracted
+// first.
+constexpr float kFar = 4194304.0f;  // 2^22, where the rounding is 2^-2
+
 // How products become base-2 exponents: times `unit`, inside the exponential, except where that
 // would not do: with a softcap, and where the scale is not positive (the largest score must be the
 // largest exponent, and -inf * 0 is NaN). Then TRANSFORM is 1: `transform` comes first, `unit`
@@ -63,6 +68,7 @@ DEVICE float quad_sum(float x) {
 template <int kMTiles>
 struct OnlineSoftmax {
   float max[kMTiles][2], sum[kMTiles][2];  // sum: of this thread's columns only
+  bool far = false;                        // some maximum of the warp lies beyond kFar
 
   DEVICE OnlineSoftmax() {
 #pragma unroll
@@ -92,19 +98,31 @@ struct OnlineSoftmax {
       }
     }
     if (__any_sync(~0u, rose)) {
+      far = false;
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m)
+      for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < kO; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) o[m][n][e] *= factor[m][e / 2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) far |= seen(m, r) * unit > kFar || seen(m, r) * unit < -kFar;
+      }
+      far = __any_sync(~0u, far);
+    }
+    if (far) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kS; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[m][n][e] -= seen(m, e / 2);
     }
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // A row that has seen nothing: exp2(-inf - 0) = 0, where -inf + inf would be NaN.
-        const float base = max[m][r] == -kInfinity ? 0.0f : max[m][r] * unit;
+        const float base = far ? 0.0f : seen(m, r) * unit;
 #pragma unroll
         for (int n = 0; n < kS; ++n) {
 #pragma unroll
@@ -116,6 +134,9 @@ struct OnlineSoftmax {
       }
     }
   }
+
+  // The maximum; 0 for a row that has seen nothing: exp2(-inf - 0) = 0, where -inf + inf is NaN.
+  DEVICE float seen(int m, int r) const { return max[m][r] == -kInfinity ? 0.0f : max[m][r]; }
 
   // 1 / (sum of the row), 0 where nothing was seen; and the row's lse.
   DEVICE float finish(int m, int r, float unit, float& lse) {
