@@ -72,7 +72,7 @@ def cuflash(backend: str, memory: str, config: Any = None) -> Contender:
     """A backend of ours, with its own choice of configuration or a given one."""
 
     def prepare(case: Case, x: Inputs) -> Call:
-        problem = case.problem(arrays.device_of(x.q).partition(":")[0])
+        problem = case.problem("cpu" if arrays.module_of(x.q) is np else "cuda")
         if reason := api.refusal(backend, problem):
             raise Refused(reason)
         options = {"causal": case.causal, "backend": backend, "config": config}

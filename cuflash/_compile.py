@@ -52,7 +52,7 @@ def kernel(name: str, entry: str, macros: Macros, shared_bytes: int) -> Any:
     function.max_dynamic_shared_size_bytes = shared_bytes
     variant = " ".join(f"{key}={value}" for key, value in macros)
     log.info("%s of %s (%s): %.2f s", entry, name, variant, time.perf_counter() - start)
-    return function
+    return function.kernel
 
 
 def cubin(name: str, macros: Macros, arch: str) -> tuple[bytes, str]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import arrays
-from .problem import Problem, make_problem
+from .arrays import check, empty_in_order, look, on_axes, shaped
+from .problem import Problem, make_problem, window_sides
 
 #: The first that supports the problem is taken: fastest first on either device.
 BACKENDS = ("numpy", "cuda", "numba")
@@ -104,23 +106,27 @@ def flash_attention(
            [0.532, 0.532],
            [0.845, 0.578]])
     """
-    problem, q4, k4, v4 = canonical(q, k, v, scale, causal, window, softcap)
-    shape = _shape(q)
+    (q, q_facts), (k, k_facts), (v, v_facts) = look("q", q), look("k", k), look("v", v)
+    out_facts = None
     if out is not None:
-        out = _writeable(out, (*shape[:-1], problem.dv), q4)
-    with _on_device(q4):
-        run, config = _choose(problem, backend, config, arrays.device_of(q4))
+        if not hasattr(out, "shape"):
+            raise TypeError(f"out must be an array, got {type(out)}")
+        out, out_facts = look("out", out)
+    facts = q_facts, k_facts, v_facts, None, out_facts, None, None
+    plan = _planned(facts, scale, causal, window_sides(window), softcap, backend, config)
+    with _on_device(plan.xp, plan.device):
+        q4, k4, v4 = on_axes(4, q), on_axes(4, k), on_axes(4, v)
         out4: Any = None if out is None else _target(out, q4, k4, v4)
-        aside = out4 is None  # new memory, to copy from where out cannot take the result
-        if aside:
-            out4 = arrays.empty_in_order(q4, (*q4.shape[:-1], problem.dv))
-        lse3 = arrays.module_of(q4).empty(q4.shape[:-1], problem.compute)
-        run.forward(problem, config, q4, k4, v4, out4, lse3)
+        new = out4 is None
+        if new:
+            out4 = empty_in_order(q4, plan.out4)
+        lse3 = plan.xp.ndarray(plan.out4[:-1], plan.problem.compute)
+        plan.backend.forward(plan.problem, plan.config, q4, k4, v4, out4, lse3)
         if out is None:
-            out = arrays.shaped(out4, (*shape[:-1], problem.dv))
-        elif aside:
-            out[...] = arrays.shaped(out4, out.shape)
-    return (out, arrays.shaped(lse3, shape[:-1])) if return_lse else out
+            out = shaped(out4, plan.out)
+        elif new:
+            out[...] = shaped(out4, plan.out)
+    return (out, shaped(lse3, plan.out[:-1])) if return_lse else out
 
 
 def flash_attention_grad(
@@ -182,21 +188,19 @@ def flash_attention_grad(
     >>> bool(np.allclose(grads.dv.sum(0), 5))  # each of 5 rows of P sums to 1
     True
     """
-    problem, q4, k4, v4 = canonical(q, k, v, scale, causal, window, softcap)
-    rows = _shape(q)[:-1]
-    dout = _companion("dout", dout, (*rows, problem.dv), problem.dtype, q4)
-    out = _companion("out", out, (*rows, problem.dv), problem.dtype, q4)
-    lse = _companion("lse", lse, rows, problem.compute, q4)
-    if dlse is not None:
-        dlse = arrays.three_axes(_companion("dlse", dlse, rows, problem.compute, q4))
-    with _on_device(q4):
-        dout4, out4, lse3 = arrays.four_axes(dout), arrays.four_axes(out), arrays.three_axes(lse)
-        run, config = _choose(problem, backend, config, arrays.device_of(q4))
-        grads = [arrays.empty_in_order(x, x.shape) for x in (q4, k4, v4)]
-        run.backward(problem, config, dout4, q4, k4, v4, out4, lse3, dlse, *grads)
-    return AttentionGrads(
-        *(arrays.shaped(g, _shape(x)) for g, x in zip(grads, (q, k, v), strict=True))
-    )
+    (q, q_facts), (k, k_facts), (v, v_facts) = look("q", q), look("k", k), look("v", v)
+    (dout, dout_facts), (out, out_facts) = look("dout", dout), look("out", out)
+    lse, lse_facts = look("lse", lse)
+    dlse, dlse_facts = (None, None) if dlse is None else look("dlse", dlse)
+    facts = q_facts, k_facts, v_facts, dout_facts, out_facts, lse_facts, dlse_facts
+    plan = _planned(facts, scale, causal, window_sides(window), softcap, backend, config)
+    with _on_device(plan.xp, plan.device):
+        q4, k4, v4 = on_axes(4, q), on_axes(4, k), on_axes(4, v)
+        dq, dk, dv = [empty_in_order(x, x.shape) for x in (q4, k4, v4)]
+        operands = on_axes(4, dout), q4, k4, v4, on_axes(4, out), on_axes(3, lse)
+        dlse3 = None if dlse is None else on_axes(3, dlse)
+        plan.backend.backward(plan.problem, plan.config, *operands, dlse3, dq, dk, dv)
+        return AttentionGrads(shaped(dq, q.shape), shaped(dk, k.shape), shaped(dv, v.shape))
 
 
 def warmup(
@@ -278,21 +282,19 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
     >>> bool(np.allclose(out, flash_attention(q, k, v)))
     True
     """
-    outs = [arrays.as_array(f"outs[{i}]", x) for i, x in enumerate(outs)]
-    lses = [arrays.as_array(f"lses[{i}]", x) for i, x in enumerate(lses)]
+    outs, out_facts = _parts("outs", outs)
+    lses, lse_facts = _parts("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs and lses must pair up, got {len(outs)} and {len(lses)}")
-    named_outs = {f"outs[{i}]": x for i, x in enumerate(outs)}
-    named_lses = {f"lses[{i}]": x for i, x in enumerate(lses)}
-    arrays.same_dtype(**named_outs)
-    arrays.same_dtype(**named_lses)
-    arrays.same_device(**named_outs, **named_lses)
+    arrays.same_dtype(**out_facts)
+    arrays.same_dtype(**lse_facts)
+    arrays.same_device(**out_facts, **lse_facts)
     shape = outs[0].shape
     for i, (o, e) in enumerate(zip(outs, lses, strict=True)):
         if o.shape != shape or e.shape != shape[:-1]:
             raise ValueError(f"part {i} has out {o.shape} and lse {e.shape}, but outs[0] {shape}")
     xp = arrays.module_of(outs[0])
-    with _on_device(outs[0]), np.errstate(divide="ignore"):
+    with _on_device(xp, out_facts["outs[0]"].device), np.errstate(divide="ignore"):
         top = lses[0]
         for e in lses[1:]:
             top = xp.maximum(top, e)
@@ -304,27 +306,71 @@ def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:
         return out.astype(outs[0].dtype), top + xp.log(total)
 
 
+def _parts(name: str, parts: Any) -> tuple[list, dict[str, arrays.Facts]]:
+    looks = {f"{name}[{i}]": look(f"{name}[{i}]", x) for i, x in enumerate(parts)}
+    return [x for x, _ in looks.values()], {n: check(n, x) for n, (_, x) in looks.items()}
+
+
 def canonical(
     q: Any, k: Any, v: Any, scale: Any, causal: Any, window: Any, softcap: Any
 ) -> tuple[Problem, Any, Any, Any]:
     """The Problem, and q, k, v as arrays of four axes."""
-    q, k, v = arrays.as_array("q", q), arrays.as_array("k", k), arrays.as_array("v", v)
-    device = arrays.device_of(q)
-    if not device == arrays.device_of(k) == arrays.device_of(v):
-        arrays.same_device(q=q, k=k, v=v)
-    if not q.dtype == k.dtype == v.dtype:
-        arrays.same_dtype(q=q, k=k, v=v)
-    what = (device.partition(":")[0], arrays.dtype_name(q.dtype), q.shape, k.shape, v.shape)
+    (q, q_facts), (k, k_facts), (v, v_facts) = look("q", q), look("k", k), look("v", v)
+    problem = _problem(q_facts, k_facts, v_facts, scale, causal, window, softcap)
+    return problem, on_axes(4, q), on_axes(4, k), on_axes(4, v)
+
+
+def _problem(q_facts: tuple, k_facts: tuple, v_facts: tuple, *options: Any) -> Problem:
+    q, k, v = check("q", q_facts), check("k", k_facts), check("v", v_facts)
+    arrays.same_device(q=q, k=k, v=v)
+    arrays.same_dtype(q=q, k=k, v=v)
+    device = "cpu" if q.device == "cpu" else "cuda"
+    return make_problem(device, q.dtype.name, q.shape, k.shape, v.shape, *options)
+
+
+class _Plan(NamedTuple):
+    """What a call needs beyond its arrays."""
+
+    problem: Problem
+    backend: Any  # its module
+    config: Any
+    xp: Any
+    device: str | int
+    out: tuple[int, ...]  # its shape as the caller sees it, and on four axes
+    out4: tuple[int, ...]
+
+
+@functools.lru_cache(4096, typed=True)  # typed: causal=1 is not causal=True
+def _plan(facts: tuple, scale, causal, window, softcap, backend, config) -> _Plan:
+    """Check all arguments and choose the backend, once for calls that differ in numbers only.
+
+    `facts` are those of q, k, v, dout, out, lse and dlse, None where an array is not given.
+    """
+    problem = _problem(*facts[:3], scale, causal, window, softcap)
+    q = arrays.Facts(*facts[0])
+    out = *q.shape[:-1], problem.dv
+    like_out, like_lse = (out, problem.dtype), (out[:-1], problem.compute)
+    wanted = {"dout": like_out, "out": like_out, "lse": like_lse, "dlse": like_lse}
+    for (name, (shape, dtype)), given in zip(wanted.items(), facts[3:], strict=True):
+        if given is None:
+            continue
+        x = check(name, given)
+        arrays.same_device(q=q, **{name: x})
+        if (x.shape, x.dtype.name) != (shape, dtype):
+            must = f"must have shape {shape} and dtype {dtype}"
+            raise ValueError(f"{name} {must}, got {x.shape} and {x.dtype.name}")
+    xp = np if q.device == "cpu" else sys.modules["cupy"]
+    with _on_device(xp, q.device):
+        module, config = _choose(problem, backend, config)
+    out4 = problem.batch, problem.heads, problem.sq, problem.dv
+    return _Plan(problem, module, config, xp, q.device, out, out4)
+
+
+def _planned(*what: Any) -> _Plan:
     try:
-        # A window's own types are not told apart by the cache: (True, 0) would pass for (1, 0).
-        make = _cached_problem if window is None else make_problem
-        problem = make(*what, scale, causal, window, softcap)
+        return _plan(*what)
     except TypeError:  # an option that cannot be hashed, or is wrong
-        problem = make_problem(*what, scale, causal, window, softcap)
-    return problem, arrays.four_axes(q), arrays.four_axes(k), arrays.four_axes(v)
-
-
-_cached_problem = functools.lru_cache(4096, typed=True)(make_problem)
+        return _plan.__wrapped__(*what)
 
 
 def load_backend(name: str) -> ModuleType | str:
@@ -341,9 +387,8 @@ def refusal(name: str, problem: Problem) -> str | None:
     return module if isinstance(module, str) else module.unsupported(problem)
 
 
-@functools.lru_cache(4096)
-def _choose(problem: Problem, backend: str | None, config: Any, device: str) -> tuple[Any, Any]:
-    """The backend's module and the tile configuration, for the current device (`device`)."""
+def _choose(problem: Problem, backend: str | None, config: Any) -> tuple[Any, Any]:
+    """The backend's module and the tile configuration, for the current device."""
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
     refused = {}
@@ -360,42 +405,22 @@ def _choose(problem: Problem, backend: str | None, config: Any, device: str) -> 
     raise NotImplementedError(f"no backend takes this problem ({reasons}): {problem}")
 
 
-def _on_device(x: Any) -> contextlib.AbstractContextManager[Any]:
-    xp = arrays.module_of(x)
-    if xp is np or xp.cuda.runtime.getDevice() == x.data.device_id:
-        return contextlib.nullcontext()
-    return x.device
+_STAY = contextlib.nullcontext()
 
 
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)  # a list has none
-
-
-def _companion(name: str, x: Any, shape: tuple[int, ...], dtype: str, q: Any) -> Any:
-    """An argument that goes with q: on its device, of this shape and dtype."""
-    x = arrays.as_array(name, x)
-    arrays.same_device(q=q, **{name: x})
-    if x.shape != shape or arrays.dtype_name(x.dtype) != dtype:
-        raise ValueError(
-            f"{name} must have shape {shape} and dtype {dtype}, got {x.shape} and {x.dtype.name}"
-        )
-    return x
-
-
-def _writeable(out: Any, shape: tuple[int, ...], q: Any) -> Any:
-    if not hasattr(out, "shape"):
-        raise TypeError(f"out must be an array, got {type(out)}")
-    out = _companion("out", out, shape, q.dtype.name, q)
-    if arrays.overlaps_itself(out):
-        raise ValueError(f"out must not overlap itself, got strides {out.strides}")
-    if not getattr(out.flags, "writeable", True):  # CuPy has no read-only arrays
-        raise ValueError("out must be writeable, got a read-only array")
-    return out
+def _on_device(xp: Any, device: str | int) -> contextlib.AbstractContextManager[Any]:
+    if device == "cpu" or xp.cuda.runtime.getDevice() == device:
+        return _STAY
+    return xp.cuda.Device(device)
 
 
 def _target(out: Any, *inputs: Any) -> Any:
     """`out` on four axes where the result can be written while the inputs are read, or None."""
-    out4 = arrays.four_axes(out)
+    if arrays.overlaps_itself(out):
+        raise ValueError(f"out must not overlap itself, got strides {out.strides}")
+    if not getattr(out.flags, "writeable", True):  # CuPy has no read-only arrays
+        raise ValueError("out must be writeable, got a read-only array")
+    out4 = on_axes(4, out)
     share = arrays.module_of(out).may_share_memory
     if arrays.start_of(out4) != arrays.start_of(out) or any(share(out, x) for x in inputs):
         return None

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,20 +21,53 @@ def module_of(x: Any) -> ModuleType:
     return cupy if cupy is not None and isinstance(x, cupy.ndarray) else np
 
 
+class Facts(NamedTuple):
+    """What the checks of an argument depend on: all but its strides and its numbers."""
+
+    device: str | int  # "cpu", or which GPU
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    aligned: bool
+
+    @property
+    def place(self) -> str:
+        """'cpu', or 'cuda:0' and so on."""
+        return "cpu" if self.device == "cpu" else f"cuda:{self.device}"
+
+
+def look(name: str, x: Any) -> tuple[Any, tuple]:
+    """`x` as a NumPy or CuPy array, without a copy where it is one already, and its `Facts`.
+
+    These come as a plain tuple, a key for caches: to make a named one takes longer than the rest.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(x, cupy.ndarray):
+        x = _from_elsewhere(name, x)
+        if isinstance(x, np.ndarray):
+            return x, ("cpu", x.dtype, x.shape, True)
+    data = x.data
+    return x, (data.device_id, x.dtype, x.shape, data.ptr % x.itemsize == 0)
+
+
+def check(name: str, facts: tuple) -> Facts:
+    """The named facts of an array that can be used: of a supported dtype, and aligned."""
+    facts = Facts(*facts)
+    dtype = facts.dtype
+    if dtype.name not in DTYPES:
+        raise TypeError(f"{name} must be one of {', '.join(DTYPES)}, got dtype {dtype.name}")
+    if not dtype.isnative:
+        raise TypeError(f"{name} must have native byte order, got dtype {dtype.str}")
+    if not facts.aligned:
+        raise ValueError(
+            f"{name} must be aligned to its elements of {dtype.itemsize} bytes on a GPU"
+        )
+    return facts
+
+
 def as_array(name: str, x: Any) -> Any:
     """`x` as a NumPy or CuPy array of a supported dtype, without a copy where it is one already."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array: its mask would be ignored")
-    if isinstance(x, (np.ndarray, list, tuple)):
-        x = np.asarray(x)
-    elif module_of(x) is np:
-        x = _from_other_library(name, x)
-    if dtype_name(x.dtype) not in DTYPES:
-        raise TypeError(f"{name} must be one of {', '.join(DTYPES)}, got dtype {x.dtype.name}")
-    if not x.dtype.isnative:
-        raise TypeError(f"{name} must have native byte order, got dtype {x.dtype.str}")
-    if module_of(x) is not np and x.data.ptr % x.itemsize:
-        raise ValueError(f"{name} must be aligned to its elements of {x.itemsize} bytes on a GPU")
+    x, facts = look(name, x)
+    check(name, facts)
     return x
 
 
@@ -44,7 +77,11 @@ def dtype_name(dtype: np.dtype) -> str:
     return dtype.name
 
 
-def _from_other_library(name: str, x: Any) -> Any:
+def _from_elsewhere(name: str, x: Any) -> Any:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: its mask would be ignored")
+    if isinstance(x, (np.ndarray, list, tuple)):
+        return np.asarray(x)
     # DLPack first: __cuda_array_interface__ has no name for bfloat16.
     dlpack = hasattr(x, "__dlpack__")
     if dlpack and x.__dlpack_device__()[0] == _DLPACK_CPU:
@@ -56,20 +93,15 @@ def _from_other_library(name: str, x: Any) -> Any:
     raise TypeError(f"{name} must be a NumPy or CuPy array (or offer DLPack), got {type(x)}")
 
 
-def device_of(x: Any) -> str:
-    """'cpu', or 'cuda:0' and so on."""
-    return "cpu" if module_of(x) is np else f"cuda:{x.data.device_id}"
-
-
-def same_device(**named: Any) -> None:
+def same_device(**named: Facts) -> None:
     """Raise ValueError unless all arrays live on one device."""
     (first, a), *others = named.items()
     for name, x in others:
-        if device_of(x) != device_of(a):
-            raise ValueError(f"{name} is on {device_of(x)}, but {first} is on {device_of(a)}")
+        if x.device != a.device:
+            raise ValueError(f"{name} is on {x.place}, but {first} is on {a.place}")
 
 
-def same_dtype(**named: Any) -> None:
+def same_dtype(**named: Facts) -> None:
     """Raise ValueError unless all arrays have one dtype."""
     (first, a), *others = named.items()
     for name, x in others:
@@ -77,16 +109,12 @@ def same_dtype(**named: Any) -> None:
             raise ValueError(f"{name} has dtype {x.dtype.name}, but {first} has {a.dtype.name}")
 
 
-def four_axes(x: Any) -> Any:
-    """(batch, heads, length, width): a view wherever strides allow, else a copy."""
-    if x.ndim < 4:
-        return x[(None,) * (4 - x.ndim)]
-    return shaped(x, (math.prod(x.shape[:-3]), *x.shape[-3:]))
-
-
-def three_axes(rows: Any) -> Any:
-    """(batch, heads, length), for an array with one number per query."""
-    return rows if rows.ndim == 3 else four_axes(rows[..., None])[..., 0]
+def on_axes(count: int, x: Any) -> Any:
+    """`x` with its leading axes folded, or with new ones: a view wherever strides allow."""
+    if x.ndim == count:
+        return x
+    shape = (1,) * (count - x.ndim) + x.shape
+    return x.reshape(math.prod(shape[: 1 - count]), *shape[1 - count :])
 
 
 def shaped(x: Any, shape: tuple[int, ...]) -> Any:
@@ -96,16 +124,25 @@ def shaped(x: Any, shape: tuple[int, ...]) -> Any:
 
 def empty_in_order(like: Any, shape: tuple[int, ...]) -> Any:
     """An array of `shape` whose axes lie in memory in the order of those of `like`."""
+    order = _order(like.shape, like.strides)
+    empty = module_of(like).ndarray
+    if order is None:
+        return empty(shape, like.dtype)
+    array = empty([shape[axis] for axis in order], like.dtype)
+    return array.transpose([order.index(axis) for axis in range(like.ndim)])
+
+
+@functools.lru_cache(4096)
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int] | None:
+    """The axes from the outermost to the innermost, None where that is as they come."""
     # The stride of a broadcast axis, or of one of size 1, says nothing: such axes stay outside.
     steps = [
         abs(stride) if stride and size > 1 else math.inf
-        for stride, size in zip(like.strides, like.shape, strict=True)
+        for stride, size in zip(strides, shape, strict=True)
     ]
-    order = sorted(range(like.ndim), key=steps.__getitem__, reverse=True)
-    if order == list(range(like.ndim)):
-        return module_of(like).empty(shape, like.dtype)
-    array = module_of(like).empty([shape[axis] for axis in order], like.dtype)
-    return array.transpose([order.index(axis) for axis in range(like.ndim)])
+    axes = list(range(len(shape)))
+    order = sorted(axes, key=steps.__getitem__, reverse=True)
+    return None if order == axes else order
 
 
 def start_of(x: Any) -> int:

@@ -6,7 +6,9 @@ widths, tiles, whether 16-byte copies are possible) is a module of its own, comp
 
 from __future__ import annotations
 
+import array
 import functools
+import operator
 import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -232,43 +234,43 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
-    pointers, strides, aligned = _described((q, k, v, out))
-    plan = _forward_plan(q.data.device_id, problem, config, strides, aligned)
-    _launch(plan, pointers, (lse.data.ptr,))
+    pointers, layout = _described([q, k, v, out])
+    plan = _forward_plan(q.data.device_id, problem, config.forward, *layout)
+    _launch(plan, pointers, [lse.data.ptr])
 
 
 def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
-    lse = cupy.ascontiguousarray(lse)
-    dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
-    lse_log2, delta = cupy.empty((2, *lse.shape), problem.compute)
-    pointers, strides, aligned = _described((q, k, v, out, dout, dq, dk, dv))
-    plan = _backward_plan(q.data.device_id, problem, config, strides, aligned)
-    rows = (lse, dlse, lse_log2, delta)
-    _launch(plan, pointers, [0 if x is None else x.data.ptr for x in rows])
+    lse, dlse = (x if x is None else cupy.ascontiguousarray(x) for x in (lse, dlse))
+    lse_log2_and_delta = cupy.ndarray((2, *lse.shape), problem.compute)
+    pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
+    plan = _backward_plan(q.data.device_id, problem, config, *layout)
+    rows = lse_log2_and_delta.data.ptr
+    dlse_pointer = 0 if dlse is None else dlse.data.ptr
+    _launch(plan, pointers, [lse.data.ptr, dlse_pointer, rows, rows + lse.nbytes])
 
 
-def _described(operands: tuple) -> tuple[list[int], tuple, bool]:
-    """Pointers, strides, and whether all pointers are aligned to 16 bytes."""
+def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
+    """Pointers; strides, and whether all pointers are aligned to 16 bytes."""
     pointers = [x.data.ptr for x in operands]
-    return pointers, tuple(x.strides for x in operands), not any(p % 16 for p in pointers)
+    strides = tuple([x.strides for x in operands])
+    return pointers, (strides, functools.reduce(operator.or_, pointers) % 16 == 0)
 
 
 class Plan(NamedTuple):
     """What launches need: Params but for the pointers, as 8-byte words; and the launches."""
 
-    template: np.ndarray
+    template: array.array
     launches: list[tuple[Any, tuple, tuple, int]]  # kernel, grid, block, shared memory
 
 
 @functools.lru_cache(4096)
-def _forward_plan(device, problem: Problem, config: Config, strides, aligned: bool) -> Plan:
+def _forward_plan(device, problem: Problem, tiles: Tiles, strides, aligned: bool) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
-    tiles = -(-problem.sq // config.forward.resident)
-    blocks = problem.batch * problem.heads * tiles
-    variants = [(forward_variant(problem, config.forward, vector), blocks)]
+    blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    variants = [(forward_variant(problem, tiles, vector), blocks)]
     return Plan(_template(problem, strides), _loaded(device, variants))
 
 
@@ -300,7 +302,7 @@ def _template(p: Problem, strides: tuple) -> np.ndarray:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (44 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
-    return np.frombuffer(PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0), np.int64)
+    return array.array("q", PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0))
 
 
 def _loaded(
@@ -318,10 +320,24 @@ def _kernel(device: int, variant: Variant) -> Any:
     return _compile.kernel(variant.file, variant.entry, variant.macros, variant.shared_bytes)
 
 
-def _launch(plan: Plan, pointers: list[int], rows: Any) -> None:
-    params = plan.template.copy()
-    params[0 : 5 * len(pointers) : 5] = pointers
-    params[40 : 40 + len(rows)] = rows
-    args = (params.view(_PARAMS_DTYPE),)
+@functools.cache
+def _by_address() -> Any:
+    """CuPy's type of an argument found at an address.
+
+    A NumPy array of one element is passed by value too, but looking into it takes CuPy 0.7 us a
+    launch, and NumPy scalars of this size need CuPy 14.2.
+    """
+    from cupy.cuda.function import CPointer
+
+    return CPointer
+
+
+def _launch(plan: Plan, pointers: list[int], rows: list[int]) -> None:
+    params = plan.template[:]
+    for i, pointer in enumerate(pointers):
+        params[5 * i] = pointer
+    for i, pointer in enumerate(rows, 40):
+        params[i] = pointer
+    args = (_by_address()(params.buffer_info()[0]),)
     for kernel, grid, block, shared_bytes in plan.launches:
-        kernel(grid, block, args, shared_mem=shared_bytes)
+        kernel(grid, block, args, shared_bytes)

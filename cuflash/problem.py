@@ -144,7 +144,7 @@ def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Prob
         raise ValueError(f"q's {heads} heads must be a multiple of k's {heads_kv} heads")
     if not (isinstance(causal, (bool, np.bool_)) or causal == "top_left"):
         raise ValueError(f"causal must be True, False or 'top_left', got {causal!r}")
-    left, right = _window(window)
+    left, right = window_sides(window)
     return Problem(
         device=device,
         dtype=dtype,
@@ -163,7 +163,8 @@ def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Prob
     )
 
 
-def _window(window: Any) -> tuple[int | None, int | None]:
+def window_sides(window: Any) -> tuple[int | None, int | None]:
+    """The keys seen to the left and right of the diagonal one, checked."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:

@@ -91,11 +91,11 @@ def attention_reference_grad(
     array([5., 5., 5., 5.])
     """
     f = _Formula(q, k, v, (scale, causal, window, softcap), dtype)
-    dout = arrays.four_axes(arrays.as_array("dout", dout)).astype(f.compute)
+    dout = arrays.on_axes(4, arrays.as_array("dout", dout)).astype(f.compute)
     p = f.rounded(f.p)
     delta = (dout * f.rounded(p @ f.v)).sum(-1)
     if dlse is not None:
-        delta -= arrays.three_axes(dlse)
+        delta -= arrays.on_axes(3, dlse)
     ds = f.p * (dout @ f.v.swapaxes(-1, -2) - delta[..., None]) * f.slope
     ds = f.rounded(ds)
     dq = f.problem.scale * ds @ f.k

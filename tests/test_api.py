@@ -92,7 +92,7 @@ def test_wrong_companions_of_the_gradient():
 
 
 def test_refusals_name_every_backend_and_its_reason(monkeypatch):
-    cuflash.api._choose.cache_clear()
+    cuflash.api._plan.cache_clear()
     monkeypatch.setattr(numpy_backend, "unsupported", lambda problem: "not on Sundays")
     monkeypatch.setattr(cuflash.api, "BACKENDS", ("numpy",))
     with pytest.raises(NotImplementedError, match="numpy: not on Sundays"):
@@ -100,7 +100,7 @@ def test_refusals_name_every_backend_and_its_reason(monkeypatch):
 
 
 def test_a_missing_library_is_a_reason(monkeypatch):
-    cuflash.api._choose.cache_clear()
+    cuflash.api._plan.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "cuflash.numba_backend", None)
     with pytest.raises(NotImplementedError, match=r"pip install 'cuflash\[numba\]'"):
         flash_attention(*qkv(), backend="numba")

@@ -65,11 +65,10 @@ def on_cpu(compiler, monkeypatch):
 
     def kernel(device, variant):
         run = compiled(compiler, variant)
-        return lambda grid, block, args, shared_mem: run(
-            grid[0], block[0], args[0].ctypes.data_as(ctypes.c_void_p)
-        )
+        return lambda grid, block, args, shared_mem: run(grid[0], block[0], *args)
 
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
+    monkeypatch.setattr(cuda_backend, "_by_address", lambda: ctypes.c_void_p)
     for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
         cached.cache_clear()
     yield cuda_backend
@@ -114,9 +113,7 @@ def forward(backend, tiles, q, k, v, *options):
     config = Config(tiles, tiles, tiles)
     out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
     lse = np.full(q.shape[:-1], np.nan, problem.compute)
-    pointers, strides, aligned = backend._described([Device(x) for x in (q, k, v, out)])
-    plan = backend._forward_plan(0, problem, config, strides, aligned)
-    backend._launch(plan, pointers, (lse.ctypes.data,))
+    backend.forward(problem, config, *map(Device, (q, k, v, out, lse)))
     return problem, config, out, lse
 
 
@@ -134,8 +131,8 @@ def test_kernels(case, tiles, on_cpu):
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     lse_log2, delta = np.full((2, *lse.shape), np.nan, problem.compute)
     operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
-    pointers, strides, aligned = on_cpu._described(operands)
-    plan = on_cpu._backward_plan(0, problem, config, strides, aligned)
+    pointers, layout = on_cpu._described(operands)
+    plan = on_cpu._backward_plan(0, problem, config, *layout)
     on_cpu._launch(plan, pointers, [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)])
     run.check_backward((dq, dk, dv))
 
