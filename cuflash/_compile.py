@@ -43,7 +43,10 @@ def _inlined(name: str, seen: set[str]) -> str:
 
 
 def kernel(name: str, entry: str, macros: Macros, shared_bytes: int) -> Any:
-    """The kernel `entry` of file `name`, on the current device, compiled or from CuPy's cache."""
+    """The kernel `entry` of file `name`, on the current device, compiled or from CuPy's cache.
+
+    It is the function behind CuPy's RawKernel, which would look for the device at every launch.
+    """
     import cupy
 
     options = ("-std=c++17", *(f"-D{key}={value}" for key, value in macros))

@@ -325,7 +325,7 @@ def _problem(q_facts: tuple, k_facts: tuple, v_facts: tuple, *options: Any) -> P
     arrays.same_device(q=q, k=k, v=v)
     arrays.same_dtype(q=q, k=k, v=v)
     device = "cpu" if q.device == "cpu" else "cuda"
-    return make_problem(device, q.dtype.name, q.shape, k.shape, v.shape, *options)
+    return make_problem(device, arrays.dtype_name(q.dtype), q.shape, k.shape, v.shape, *options)
 
 
 class _Plan(NamedTuple):
@@ -334,10 +334,10 @@ class _Plan(NamedTuple):
     problem: Problem
     backend: Any  # its module
     config: Any
-    xp: Any
+    xp: Any  # NumPy or CuPy
     device: str | int
-    out: tuple[int, ...]  # its shape as the caller sees it, and on four axes
-    out4: tuple[int, ...]
+    out: tuple[int, ...]  # the shape that the caller sees
+    out4: tuple[int, ...]  # and the one on four axes
 
 
 @functools.lru_cache(4096, typed=True)  # typed: causal=1 is not causal=True
@@ -405,7 +405,7 @@ def _choose(problem: Problem, backend: str | None, config: Any) -> tuple[Any, An
     raise NotImplementedError(f"no backend takes this problem ({reasons}): {problem}")
 
 
-_STAY = contextlib.nullcontext()
+_STAY = contextlib.nullcontext()  # it has no state, so one does for all threads
 
 
 def _on_device(xp: Any, device: str | int) -> contextlib.AbstractContextManager[Any]:

@@ -53,7 +53,7 @@ def check(name: str, facts: tuple) -> Facts:
     """The named facts of an array that can be used: of a supported dtype, and aligned."""
     facts = Facts(*facts)
     dtype = facts.dtype
-    if dtype.name not in DTYPES:
+    if dtype_name(dtype) not in DTYPES:
         raise TypeError(f"{name} must be one of {', '.join(DTYPES)}, got dtype {dtype.name}")
     if not dtype.isnative:
         raise TypeError(f"{name} must have native byte order, got dtype {dtype.str}")

@@ -13,14 +13,11 @@ import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import _compile
 from .problem import Problem
 
 #: Params of params.cuh: eight arrays (pointer and four strides), four rows, sizes, numbers.
 PARAMS = struct.Struct("44q9i4x2d")
-_PARAMS_DTYPE = np.dtype((np.void, PARAMS.size))  # CuPy passes an array of one element by value
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -236,20 +233,21 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, config.forward, *layout)
-    _launch(plan, pointers, [lse.data.ptr])
+    _launch(plan, pointers, (lse.data.ptr,))
 
 
 def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
-    lse, dlse = (x if x is None else cupy.ascontiguousarray(x) for x in (lse, dlse))
+    lse = cupy.ascontiguousarray(lse)
+    dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     lse_log2_and_delta = cupy.ndarray((2, *lse.shape), problem.compute)
+    lse_log2 = lse_log2_and_delta.data.ptr
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     plan = _backward_plan(q.data.device_id, problem, config, *layout)
-    rows = lse_log2_and_delta.data.ptr
-    dlse_pointer = 0 if dlse is None else dlse.data.ptr
-    _launch(plan, pointers, [lse.data.ptr, dlse_pointer, rows, rows + lse.nbytes])
+    rows = lse.data.ptr, 0 if dlse is None else dlse.data.ptr, lse_log2, lse_log2 + lse.nbytes
+    _launch(plan, pointers, rows)
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
@@ -298,7 +296,7 @@ def _whole_groups(problem: Problem, strides: tuple) -> bool:
     )
 
 
-def _template(p: Problem, strides: tuple) -> np.ndarray:
+def _template(p: Problem, strides: tuple) -> array.array:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (44 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
@@ -332,7 +330,7 @@ def _by_address() -> Any:
     return CPointer
 
 
-def _launch(plan: Plan, pointers: list[int], rows: list[int]) -> None:
+def _launch(plan: Plan, pointers: list[int], rows: tuple[int, ...]) -> None:
     params = plan.template[:]
     for i, pointer in enumerate(pointers):
         params[5 * i] = pointer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -78,7 +78,7 @@ class Problem:
     @functools.cached_property
     def _hash(self) -> int:
         # Computed once: a problem is the key of several caches on the way of every call.
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(tuple(vars(self).values()))
 
     @property
     def group(self) -> int:

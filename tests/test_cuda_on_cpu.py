@@ -133,7 +133,7 @@ def test_kernels(case, tiles, on_cpu):
     operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
     pointers, layout = on_cpu._described(operands)
     plan = on_cpu._backward_plan(0, problem, config, *layout)
-    on_cpu._launch(plan, pointers, [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)])
+    on_cpu._launch(plan, pointers, tuple(x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)))
     run.check_backward((dq, dk, dv))
 
 
