@@ -73,7 +73,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80(const Params 
     if (k0 > k_begin) KTile::load<VECTOR>(k_tile, k, k0 - BLOCK_K, p.sk, p.d);
     copies_commit();
 
-    softmax.add(s, o, scores.unit);
+    softmax.raise(s, scores.unit);
+    softmax.rescale(o);
+    softmax.exponentiate<true>(s, scores.unit);
+    softmax.add();
     accumulate<Element, VTile>(o, s, v_tile);
   }
   copies_wait();

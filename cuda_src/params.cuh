@@ -13,8 +13,10 @@ struct Array {
 struct Params {
   Array q, k, v, out, dout, dq, dk, dv;  // a forward launch has no use for the last four
   void *lse, *dlse, *lse_log2, *delta;   // (batch, heads, sq), contiguous; dlse may be null
+  int* counter;  // 0: of the tiles given out by a Hopper launch; null where tiles are alike
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;  // of k_bounds
+  int section;             // heads that a Hopper launch works on at a time
   double scale, softcap;   // softcap 0: none
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");

@@ -8,10 +8,14 @@ constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kLog2e = 1.44269504088896341f;
 
-// The maximum may lag behind by this factor of 2: exponentials stay below 2^8, sums and output
-// carry the same factor, so out and lse are what they would be, and most rescaling of the output is
-// saved.
-constexpr float kLag = 8.0f;
+// The maximum may lag behind by this factor of 2: exponentials stay below 2^15, which float16
+// holds, sums and output carry the same factor, so out and lse are what they would be, and most
+// rescaling of the output is saved.
+constexpr float kLag = 15.0f;
+
+// Where a thread's exponentials of a row sum to no more than this, no maximum rose beyond kLag, and
+// none need have been looked for. (Half of 2^kLag: so no rounding can make the two disagree.)
+constexpr float kCalm = 16384.0f;
 
 // Exponents are s * unit - base in one step, of which only base = max * unit is rounded: the same
 // factor for a whole row, and so harmless until it overflows. Beyond this the maximum is subtracted
@@ -68,7 +72,9 @@ DEVICE float quad_sum(float x) {
 template <int kMTiles>
 struct OnlineSoftmax {
   float max[kMTiles][2], sum[kMTiles][2];  // sum: of this thread's columns only
-  bool far = false;                        // some maximum of the warp lies beyond kFar
+  float factor[kMTiles][2];                // of what was summed so far, after a maximum rose
+  bool rose = false;                       // one of the warp did
+  float part[kMTiles][2];                  // as sum, of the last block alone
 
   DEVICE OnlineSoftmax() {
 #pragma unroll
@@ -77,11 +83,10 @@ struct OnlineSoftmax {
       for (int r = 0; r < 2; ++r) max[m][r] = -kInfinity, sum[m][r] = 0;
   }
 
-  // s becomes exponentials; o is rescaled where a maximum rose too far.
-  template <int kS, int kO>
-  DEVICE void add(float (&s)[kMTiles][kS][4], float (&o)[kMTiles][kO][4], float unit) {
-    float factor[kMTiles][2];
-    bool rose = false;
+  // Let the maxima rise to those of s, where they would lag too far behind.
+  template <int kS>
+  DEVICE void raise(const float (&s)[kMTiles][kS][4], float unit) {
+    rose = false;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -97,19 +102,54 @@ struct OnlineSoftmax {
         rose |= rises;
       }
     }
-    if (__any_sync(~0u, rose)) {
-      far = false;
+    rose = __any_sync(~0u, rose);
+  }
+
+  // Whether some maximum of the warp lies beyond kFar.
+  DEVICE bool far(float unit) const {
+    bool some = false;
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-        for (int n = 0; n < kO; ++n)
+      for (int r = 0; r < 2; ++r) some |= fabsf(seen(m, r) * unit) > kFar;
+    return __any_sync(~0u, some);
+  }
+
+  // Whether every row of the warp has seen something, and no maximum is far: then exponentials may
+  // be tried without `raise`, and where they are `calm` they are what they would be with it.
+  DEVICE bool settled(float unit) const {
+    bool all = true;
 #pragma unroll
-          for (int e = 0; e < 4; ++e) o[m][n][e] *= factor[m][e / 2];
+    for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) far |= seen(m, r) * unit > kFar || seen(m, r) * unit < -kFar;
-      }
-      far = __any_sync(~0u, far);
-    }
+      for (int r = 0; r < 2; ++r) all &= max[m][r] != -kInfinity;
+    return __all_sync(~0u, all) && !far(unit);
+  }
+  DEVICE bool calm() const {  // for this thread
+    bool all = true;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) all &= part[m][r] <= kCalm;
+    return all;
+  }
+
+  // The output so far, after `raise`.
+  template <int kO>
+  DEVICE void rescale(float (&o)[kMTiles][kO][4]) const {
+    if (!rose) return;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kO; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[m][n][e] *= factor[m][e / 2];
+  }
+
+  // s becomes exponentials; `add` adds their sums. kMayBeFar false: `settled` is known.
+  template <bool kMayBeFar, int kS>
+  DEVICE void exponentiate(float (&s)[kMTiles][kS][4], float unit) {
+    const bool far = kMayBeFar && this->far(unit);
     if (far) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)
@@ -122,17 +162,24 @@ struct OnlineSoftmax {
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float base = far ? 0.0f : seen(m, r) * unit;
+        const float base = far ? 0.0f : (kMayBeFar ? seen(m, r) : max[m][r]) * unit;
+        part[m][r] = 0;
 #pragma unroll
         for (int n = 0; n < kS; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
             s[m][n][e] = exp2_approx(s[m][n][e] * unit - base);
-            sum[m][r] += s[m][n][e];
+            part[m][r] += s[m][n][e];
           }
         }
       }
     }
+  }
+  DEVICE void add() {
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[m][r] += part[m][r];
   }
 
   // The maximum; 0 for a row that has seen nothing: exp2(-inf - 0) = 0, where -inf + inf is NaN.

@@ -49,7 +49,9 @@ def kernel(name: str, entry: str, macros: Macros, shared_bytes: int) -> Any:
     """
     import cupy
 
-    options = ("-std=c++17", *(f"-D{key}={value}" for key, value in macros))
+    # sm90: what only Hopper's own instruction set has. CuPy names the plain architecture otherwise.
+    arch = ("-arch=sm_90a",) if "sm90" in name else ()
+    options = ("-std=c++17", *arch, *(f"-D{key}={value}" for key, value in macros))
     start = time.perf_counter()
     function = cupy.RawModule(code=source(name), options=options).get_function(entry)
     function.max_dynamic_shared_size_bytes = shared_bytes

@@ -7,17 +7,19 @@ widths, tiles, whether 16-byte copies are possible) is a module of its own, comp
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import operator
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), four rows, sizes, numbers.
-PARAMS = struct.Struct("44q9i4x2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), five pointers, sizes, numbers.
+PARAMS = struct.Struct("45q10i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -34,11 +36,18 @@ class Tiles(NamedTuple):
     stages: int = 2  # of the streamed tiles in a 16-bit backward pass; elsewhere one of each
 
 
+class HopperTiles(NamedTuple):
+    """Queries that stay with a block, 64 a computing warpgroup, and keys that stream past."""
+
+    resident: int
+    streamed: int
+
+
 @dataclass(frozen=True)
 class Config:
     """Tiles of the forward kernel, of the pass for dK and dV, and of the pass for dQ."""
 
-    forward: Tiles
+    forward: Tiles | HopperTiles
     backward_kv: Tiles
     backward_q: Tiles
 
@@ -51,6 +60,14 @@ _FORWARD_16 = {
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
     192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
+}
+# On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 4096,
+# full, beside cuDNN in the same run.
+FORWARD_HOPPER = {
+    64: HopperTiles(192, 128),  # 559, cuDNN 484; 505 with 128 queries
+    128: HopperTiles(128, 128),  # 742, cuDNN 681; 96 keys at a time were 15 % slower
+    192: HopperTiles(128, 80),
+    256: HopperTiles(128, 64),  # 819, cuDNN 736; 785 with 80
 }
 # Both passes together: 228 at 64 (FlashAttention-2 262), 257 at 128 (288), 165 at 256 (251).
 _BACKWARD_KV_16 = {
@@ -109,14 +126,16 @@ def _tile_bytes(rows: int, width: int) -> int:
 
 
 @functools.lru_cache(4096)
-def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
+def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) -> Variant:
+    if isinstance(tiles, HopperTiles):
+        return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
         return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, {})
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
     rows = {"BLOCK_Q": tiles.resident, "BLOCK_K": tiles.streamed}
-    return _sm80_variant("fwd_sm80", "fwd_sm80", problem, tiles, vector, rows, shared)
+    return _16_bit_variant("fwd_sm80", "fwd_sm80", problem, tiles, vector, rows, shared)
 
 
 @functools.lru_cache(4096)
@@ -135,10 +154,31 @@ def backward_variant(
     rows_bytes = 2 * 4 * tiles.streamed  # lse and delta of the streamed rows
     shared = resident + tiles.stages * stage + _rounded_up(tiles.stages * rows_bytes, 1024)
     rows = {"BLOCK_R": tiles.resident, "BLOCK_S": tiles.streamed, "STAGES": tiles.stages}
-    return _sm80_variant(file, entry, problem, tiles, vector, macros | rows, shared)
+    return _16_bit_variant(file, entry, problem, tiles, vector, macros | rows, shared)
 
 
-def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
+def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
+    d, dv = _rounded_up(problem.d, 64), _rounded_up(problem.dv, 64)
+    groups = tiles.resident // 64
+    stage = 2 * tiles.streamed * (d + dv) + 4 * 8  # and its barriers
+    shared = {  # by the number of buffers for Q
+        n: _rounded_up(n * (2 * tiles.resident * d + 40) + 2 * stage + 4 * groups, KIB)
+        for n in (1, 2)
+    }
+    q_stages = 2 if shared[2] <= 227 * KIB else 1
+    macros = {
+        "BLOCK_Q": tiles.resident,
+        "BLOCK_K": tiles.streamed,
+        "STAGES": 2,
+        "Q_STAGES": q_stages,
+    }
+    all_tiles = Tiles(*tiles, warps=4 * groups + 4)
+    return _16_bit_variant(
+        "fwd_sm90", "fwd_sm90", problem, all_tiles, vector, macros, shared[q_stages]
+    )
+
+
+def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
     macros = {
         "ELEMENT": ELEMENTS[problem.dtype],
         "HEAD_DIM": _rounded_up(problem.d, 32),
@@ -184,16 +224,21 @@ def parts_of(problem: Problem) -> tuple[int, ...]:
 
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
+    width = max(problem.d, problem.dv)
     if capability < 80:
         shared_limit = 48 * KIB  # the larger tiles spill there, as half the products need two steps
 
     def first(tables, variant):
         table = tables[problem.dtype]
-        width = next(w for w in table if w >= max(problem.d, problem.dv))
-        return next(t for t in table[width] if variant(t).shared_bytes <= shared_limit)
+        rows = next(rows for w, rows in table.items() if w >= width)
+        return next(t for t in rows if variant(t).shared_bytes <= shared_limit)
 
+    if capability == 90 and problem.dtype in ELEMENTS:
+        forward = next(t for w, t in FORWARD_HOPPER.items() if w >= width)
+    else:
+        forward = first(FORWARD, lambda t: forward_variant(problem, t, True))
     return Config(
-        first(FORWARD, lambda t: forward_variant(problem, t, True)),
+        forward,
         first(BACKWARD_KV, lambda t: backward_variant("kv", problem, t, True)),
         first(BACKWARD_Q, lambda t: backward_variant("q", problem, t, True)),
     )
@@ -202,17 +247,18 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
 def default_config(problem: Problem) -> Config:
     import cupy
 
-    return config_for(problem, *_limits(cupy.cuda.runtime.getDevice()))
+    return config_for(problem, *_limits(cupy.cuda.runtime.getDevice())[:2])
 
 
 @functools.cache
-def _limits(device: int) -> tuple[int, int]:
-    """Compute capability (major * 10 + minor) and shared memory that a block may opt in to."""
+def _limits(device: int) -> tuple[int, int, int]:
+    """Compute capability (major * 10 + minor), shared memory that a block may opt in to, and
+    multiprocessors."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device)
     capability = properties["major"] * 10 + properties["minor"]
-    return capability, properties["sharedMemPerBlockOptin"]
+    return capability, properties["sharedMemPerBlockOptin"], properties["multiProcessorCount"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -222,7 +268,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"its widths end at {WIDEST}, and these are {problem.d} and {problem.dv}"
     import cupy
 
-    capability, _ = _limits(cupy.cuda.runtime.getDevice())
+    capability, *_ = _limits(cupy.cuda.runtime.getDevice())
     needed = 80 if problem.dtype == "bfloat16" else 75
     if capability < needed:
         return f"{problem.dtype} needs compute capability {needed / 10}, and not {capability / 10}"
@@ -231,9 +277,103 @@ def unsupported(problem: Problem) -> str | None:
 
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
+    tiles = config.forward
+    if isinstance(tiles, HopperTiles):
+        _forward_hopper(problem, tiles, q, k, v, out, lse)
+        return
     pointers, layout = _described([q, k, v, out])
-    plan = _forward_plan(q.data.device_id, problem, config.forward, *layout)
+    plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
     _launch(plan, pointers, (lse.data.ptr,))
+
+
+def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
+    import cupy
+
+    if problem.sk == 0:  # there is no tensor map of an empty array
+        out.fill(0)
+        lse.fill(-cupy.inf)
+        return
+    pointers, layout = _described([q, k, v, out])
+    if not _fit_for_tensor_maps(*layout):
+        q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
+        pointers, layout = _described([q, k, v, out])
+    plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
+    if not plan.launches:
+        return
+    counter = None
+    if not _uniform(problem):
+        counter = cupy.ndarray(1, cupy.int32)
+        counter.data.memset_async(0, counter.nbytes)
+    maps = _tensor_maps(problem, tiles, layout[0][:3], *pointers[:3])
+    rows = lse.data.ptr, 0, 0, 0, counter.data.ptr if counter is not None else 0
+    _launch(plan, pointers, rows, maps)
+
+
+def _uniform(problem: Problem) -> bool:
+    """Whether all queries see all keys, so that all tiles take the same time."""
+    return problem.left is None and problem.right is None
+
+
+@functools.lru_cache(4096)
+def _fit_for_tensor_maps(strides: tuple, aligned: bool) -> bool:
+    """Whether q, k and v have rows of whole elements that begin at multiples of 16 bytes."""
+    return aligned and all(
+        array[-1] == 2 and min(array) >= 0 and not any(stride % 16 for stride in array[:-1])
+        for array in strides[:3]
+    )
+
+
+def _aligned_copy(x: Any) -> Any:
+    """For a tensor map. From some 500 keys on a copy costs less than the portable kernel would."""
+    import cupy
+
+    *lengths, width = x.shape
+    copy = cupy.ndarray((*lengths, _rounded_up(width, 8)), x.dtype)[..., :width]
+    copy[...] = x
+    return copy
+
+
+@functools.lru_cache(1024)
+def _tensor_maps(problem: Problem, tiles: HopperTiles, strides, q: int, k: int, v: int) -> Any:
+    """The three CUtensorMap of q, k and v, one after the other, as fwd_sm90.cu takes them.
+
+    Boxes are 64 columns wide, of 128 bytes, and swizzled; what lies outside of an array is 0.
+    Source: CUDA driver API, cuTensorMapEncodeTiled.
+    """
+    p = problem
+    encode = _driver().cuTensorMapEncodeTiled
+    memory = ctypes.create_string_buffer(64 + 3 * 128)
+    start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
+    maps = (
+        (q, p.heads, p.sq, p.d, tiles.resident),
+        (k, p.heads_kv, p.sk, p.d, tiles.streamed),
+        (v, p.heads_kv, p.sk, p.dv, tiles.streamed),
+    )
+    float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
+    for i, (pointer, heads, length, width, rows) in enumerate(maps):
+        batch_stride, head_stride, row_stride, _ = strides[i]
+        error = encode(
+            ctypes.c_void_p(start + 128 * i),
+            float16 if p.dtype == "float16" else bfloat16,
+            4,
+            ctypes.c_void_p(pointer),
+            (ctypes.c_uint64 * 4)(width, length, heads, p.batch),
+            (ctypes.c_uint64 * 3)(row_stride, head_stride, batch_stride),
+            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            interleave_none,
+            swizzle_128,
+            promote_l2_128,
+            fill_zeros,
+        )
+        if error:
+            raise RuntimeError(f"cuTensorMapEncodeTiled failed: CUDA error {error}")
+    return memory, start
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
@@ -265,9 +405,13 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _forward_plan(device, problem: Problem, tiles: Tiles, strides, aligned: bool) -> Plan:
+def _forward_plan(
+    device, problem: Problem, tiles: Tiles | HopperTiles, strides, aligned: bool
+) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    if isinstance(tiles, HopperTiles):
+        blocks = min(blocks, _limits(device)[2])  # each takes many tiles
     variants = [(forward_variant(problem, tiles, vector), blocks)]
     return Plan(_template(problem, strides), _loaded(device, variants))
 
@@ -296,10 +440,22 @@ def _whole_groups(problem: Problem, strides: tuple) -> bool:
     )
 
 
+def _section(p: Problem) -> int:
+    """Heads that a Hopper launch works on at a time.
+
+    One after the other where all tiles are alike, so that its keys and values are read from the L2
+    cache; else the longest tiles of as many heads as have theirs in 32 MB of it, first.
+    """
+    if _uniform(p):
+        return 1
+    heads_kv = 32e6 // max(1, p.sk * (p.d + p.dv) * p.itemsize)
+    return max(1, min(int(heads_kv) * p.group, p.batch * p.heads))
+
+
 def _template(p: Problem, strides: tuple) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (44 - len(words))
-    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
+    words += [0] * (45 - len(words))
+    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, _section(p)
     return array.array("q", PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0))
 
 
@@ -330,12 +486,15 @@ def _by_address() -> Any:
     return CPointer
 
 
-def _launch(plan: Plan, pointers: list[int], rows: tuple[int, ...]) -> None:
+def _launch(plan: Plan, pointers: list[int], rows: tuple[int, ...], maps: Any = None) -> None:
     params = plan.template[:]
     for i, pointer in enumerate(pointers):
         params[5 * i] = pointer
     for i, pointer in enumerate(rows, 40):
         params[i] = pointer
-    args = (_by_address()(params.buffer_info()[0]),)
+    by_address = _by_address()
+    args: tuple[Any, ...] = (by_address(params.buffer_info()[0]),)
+    if maps is not None:
+        args += (by_address(maps[1]),)
     for kernel, grid, block, shared_bytes in plan.launches:
         kernel(grid, block, args, shared_bytes)

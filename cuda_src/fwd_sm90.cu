@@ -1,0 +1,339 @@
+// Forward for float16 and bfloat16 on Hopper: tensor copies (TMA) and wgmma.
+//
+// Grid: as many blocks as multiprocessors; each takes every gridDim-th query tile in the order that
+// struct Work gives. Of its warpgroups the last one copies: one thread keeps Q, K and V tiles
+// coming, K and V into rings of STAGES buffers, and is ahead of the others, into the next query
+// tile too. Each of the others computes 64 queries: the softmax of a key block runs beside P V of
+// the block before, and the groups take turns in issuing products, so that one's softmax runs
+// beside the products of another.
+//
+//   thread       waits for                            then
+//   copying      q_empty, k_empty, v_empty            copies, which complete q_full, k_full, v_full
+//   computing    q_full, k_full, v_full               wgmma; then a lane of each warp arrives at
+//   empty named barrier 1 + w: warpgroup w may issue its products
+//
+// Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q (64 a
+// computing warpgroup), BLOCK_K, STAGES, TRANSFORM (softmax.cuh).
+// Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
+#include "hopper.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+constexpr int kGroups = BLOCK_Q / 64;
+constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
+static_assert(BLOCK_Q % 64 == 0 && BLOCK_K % 16 == 0, "tiles of wgmma");
+
+// Of the 65,536 registers: as few for the copying warpgroup as it can do with.
+constexpr int kCopyingRegisters = kGroups == 3 ? 32 : VALUE_DIM > 224 ? 40 : 56;
+constexpr int kComputingRegisters = kGroups == 3 ? 160 : VALUE_DIM > 224 ? 232 : 224;
+static_assert(kCopyingRegisters + kGroups * kComputingRegisters <=
+                  65536 / 128 / (kGroups + 1) / 8 * 8 * (kGroups + 1),
+              "else it hangs");
+
+DEVICE constexpr int slabs(int width) { return (width + 63) / 64; }
+using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
+using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
+
+// A query tile and the key blocks that it sees.
+struct Work {
+  int head, batch, q0, k_begin, blocks;  // q0 < 0: none, the end
+
+  Work() = default;
+  // Heads in sections whose keys and values stay in the L2 cache together; in a section the last
+  // queries of all heads first, which under a causal mask have the most to do.
+  DEVICE Work(const Params& p, int index) {
+    int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, heads = p.heads;
+    asm volatile("" : "+r"(tiles), "+r"(heads));  // else their reciprocals are kept in registers
+    const int first = index / (p.section * tiles) * p.section;
+    const int together = min(p.section, p.batch * heads - first);
+    const int rank = (index - first * tiles) / together;
+    const int flat = first + (index - first * tiles) % together;
+    head = flat % heads, batch = flat / heads;
+    q0 = (tiles - 1 - rank) * BLOCK_Q;
+    k_begin = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
+    const int k_end = k_bounds(min(q0 + BLOCK_Q, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift).hi;
+    blocks = max(0, (k_end + BLOCK_K - 1) / BLOCK_K - k_begin);
+  }
+};
+
+struct Shared {
+  QTile::Storage q[Q_STAGES];
+  KTile::Storage k[STAGES];
+  VTile::Storage v[STAGES];
+  int patience[kGroups];  // how long a warpgroup will be wary when it has erred next
+  Work work[Q_STAGES];    // that q is for
+  unsigned long long q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES],
+      v_full[STAGES], v_empty[STAGES];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v;
+};
+
+template <class T>
+DEVICE void load(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                 int batch) {
+  barrier_expect(barrier, sizeof(typename T::Storage));
+#pragma unroll
+  for (int slab = 0; slab < T::kWidth / 64; ++slab)
+    tensor_load(tile + slab * T::kSlabBytes, map, barrier, slab * 64, row, head, batch);
+}
+
+// Word j of thread i of four becomes word i of thread j.
+DEVICE void transpose_in_quad(unsigned (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const unsigned other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+      (upper ? words[i] : words[i + step]) = other;
+    }
+  }
+}
+
+// Normalise and write the output, and lse.
+template <int kM>
+DEVICE void store(const Params& p, const Work& work, OnlineSoftmax<kM>& softmax,
+                  const float (&o)[kM][VALUE_DIM / 8][4], float unit) {
+  float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
+  const Slice out(p.out, work.batch, work.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float row_lse;
+    const float inverse = softmax.finish(0, r, unit, row_lse);
+    const int row = work.q0 + fragment_row<1>(0, r);
+    if (fragment_column() == 0 && row < p.sq) lse[row] = row_lse;
+#pragma unroll
+    for (int n = 0; n < VALUE_DIM / 8; n += 4) {
+      // A thread of a quad has two columns of each of four groups of eight: all of one it needs.
+      unsigned words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = pack<ELEMENT>(o[0][n + i][2 * r] * inverse, o[0][n + i][2 * r + 1] * inverse);
+      transpose_in_quad(words);
+      const int column = (n + threadIdx.x % 4) * 8;
+      if (row >= p.sq || column >= p.v_width) continue;
+      char* to = out.data + row * out.row + column * out.column;
+      if constexpr (VECTOR) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (column + j < p.v_width)
+            *reinterpret_cast<unsigned short*>(to + j * out.column) = words[j / 2] >> j % 2 * 16;
+      }
+    }
+  }
+}
+
+// Of an operand that is summed over its columns: columns 16 i .., in the descriptor's units.
+template <class T>
+DEVICE constexpr int columns_at(int i) {
+  return (i / 4 * T::kSlabBytes + i % 4 * 32) >> 4;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    fwd_sm90(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned q_tiles = shared_address(&shared.q);
+  const unsigned k_tiles = shared_address(&shared.k), v_tiles = shared_address(&shared.v);
+  const unsigned q_full = shared_address(&shared.q_full);
+  const unsigned q_empty = shared_address(&shared.q_empty);
+  const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
+  const unsigned k_empty = shared_address(&shared.k_empty);
+  const unsigned v_empty = shared_address(&shared.v_empty);
+
+  if (threadIdx.x == kComputing) {
+    prefetch(maps.q), prefetch(maps.k), prefetch(maps.v);
+    for (int i = 0; i < Q_STAGES; ++i)
+      barrier_init(q_full + 8 * i, 1), barrier_init(q_empty + 8 * i, 4 * kGroups);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(k_full + 8 * i, 1), barrier_init(v_full + 8 * i, 1);
+      barrier_init(k_empty + 8 * i, 4 * kGroups), barrier_init(v_empty + 8 * i, 4 * kGroups);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int count = p.batch * p.heads * ((p.sq + BLOCK_Q - 1) / BLOCK_Q);
+  // Numbers of the query tile and of the key block in this block's life.
+  unsigned job = 0, turn = 0;
+
+  if (threadIdx.x >= kComputing) {
+    registers_lower<kCopyingRegisters>();
+    if (threadIdx.x > kComputing) return;
+    for (int index = blockIdx.x;;) {
+      Work work(p, min(index, count - 1));
+      if (index >= count) work.q0 = -1, work.blocks = 0;
+      const int blocks = work.blocks;
+      const int kv_head = work.head / p.group, slot = job % Q_STAGES;
+      // From the last key block to the first: a ragged end comes when all is still to do. K goes
+      // before Q, whose buffer may still be in use, and before the V of the block before.
+      for (int i = 0; i <= blocks; ++i) {
+        const int row = (work.k_begin + blocks - 1 - i) * BLOCK_K;
+        if (i < blocks) {
+          const unsigned stage = (turn + i) % STAGES;
+          barrier_wait(k_empty + 8 * stage, (turn + i) / STAGES % 2 ^ 1);
+          load<KTile>(k_tiles + stage * sizeof(KTile::Storage), maps.k, k_full + 8 * stage, row,
+                      kv_head, work.batch);
+        }
+        if (i == 0) {
+          barrier_wait(q_empty + 8 * slot, job / Q_STAGES % 2 ^ 1);
+          shared.work[slot] = work;
+          if (blocks > 0)
+            load<QTile>(q_tiles + slot * sizeof(QTile::Storage), maps.q, q_full + 8 * slot, work.q0,
+                        work.head, work.batch);
+          else
+            barrier_arrive(q_full + 8 * slot);
+        } else {
+          const unsigned stage = (turn + i - 1) % STAGES;
+          barrier_wait(v_empty + 8 * stage, (turn + i - 1) / STAGES % 2 ^ 1);
+          load<VTile>(v_tiles + stage * sizeof(VTile::Storage), maps.v, v_full + 8 * stage,
+                      row + BLOCK_K, kv_head, work.batch);
+        }
+      }
+      if (index >= count) return;
+      turn += blocks, ++job;
+      index = gridDim.x + (p.counter ? atomicAdd(p.counter, 1) : index);
+    }
+  }
+  registers_raise<kComputingRegisters>();
+
+  const int group = threadIdx.x / 128;
+  const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+  const Scores scores(p.scale, p.softcap);
+  float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
+  unsigned probabilities[BLOCK_K / 16][4];
+  auto release = [&](unsigned barrier) {
+    if (speaks) barrier_arrive(barrier);
+  };
+  auto wait_for_k = [&] { barrier_wait(k_full + 8 * (turn % STAGES), turn / STAGES % 2); };
+  // Start S = Q K^T.
+  auto multiply_qk = [&] {
+    // Through a shuffle: else the compiler keeps each sum below for the next time in a register.
+    const unsigned q = __shfl_sync(
+        ~0u, operand(q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128), 0);
+    const unsigned k =
+        __shfl_sync(~0u, operand(k_tiles + turn % STAGES * sizeof(KTile::Storage)), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; ++i)
+      wgmma<false>(s[0], q + columns_at<QTile>(i), k + columns_at<KTile>(i), i > 0);
+    wgmma_commit();
+  };
+  // Start O += P V, for the block of the turn before.
+  auto multiply_pv = [&] {
+    const int stage = (turn - 1) % STAGES;
+    barrier_wait(v_full + 8 * stage, (turn - 1) / STAGES % 2);
+    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+      wgmma<true>(o[0], probabilities[i], v + i * (16 * 128 >> 4));
+    wgmma_commit();
+  };
+  auto round = [&] {
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        probabilities[i][r] =
+            pack<ELEMENT>(s[0][2 * i + r / 2][r % 2 * 2], s[0][2 * i + r / 2][r % 2 * 2 + 1]);
+  };
+
+  int wary = 0;  // key blocks for which maxima are looked for
+  if (threadIdx.x % 128 == 0) shared.patience[group] = 8;
+
+  for (;; ++job) {
+    const int slot = job % Q_STAGES;
+    barrier_wait(q_full + 8 * slot, job / Q_STAGES % 2);
+    const Work& work = shared.work[slot];  // there, and not in registers
+    if (work.q0 < 0) return;
+    const int k_stop = work.k_begin * BLOCK_K;
+    int k0 = k_stop + (work.blocks - 1) * BLOCK_K;
+    // Keys that some and keys that all queries of this warpgroup see.
+    const int row0 = work.q0 + 64 * group;
+    const Bounds first = k_bounds(row0, p.sk, p.lo_shift, p.hi_shift);
+    const Bounds last = k_bounds(min(row0 + 64, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
+    for (; k0 >= k_stop && (k0 >= last.hi || row0 >= p.sq); k0 -= BLOCK_K, ++turn) {
+      const int stage = turn % STAGES;
+      barrier_wait(k_full + 8 * stage, turn / STAGES % 2);
+      release(k_empty + 8 * stage);
+      barrier_wait(v_full + 8 * stage, turn / STAGES % 2);
+      release(v_empty + 8 * stage);
+    }
+    OnlineSoftmax<1> softmax;
+    clear(o);
+    wary = max(wary, 1);  // no maximum is known yet
+    auto mask = [&] {
+      scores.transform(s);
+      if (k0 < last.lo || k0 + BLOCK_K > first.hi)
+        apply_mask(s, work.q0, k0, p.sk, p.lo_shift, p.hi_shift, -kInfinity);
+    };
+    auto exponentiate = [&] {  // after a look at the maxima
+      softmax.raise(s, scores.unit);
+      softmax.exponentiate<true>(s, scores.unit);
+      wary = named_any(1 + group, 128, !softmax.settled(scores.unit)) ? 1 : wary - 1;
+    };
+    // Without one, and where that proves wrong, S once more.
+    auto try_exponentiate = [&] {
+      softmax.exponentiate<false>(s, scores.unit);
+      softmax.rose = false;
+      if (!named_any(1 + group, 128, !softmax.calm())) return;
+      multiply_qk();
+      wgmma_wait<0>();
+      mask();
+      wary = shared.patience[group];
+      named_sync(1 + group, 128);
+      if (threadIdx.x % 128 == 0) shared.patience[group] = min(16 * wary, 1 << 20);
+      exponentiate();
+    };
+
+    auto leave = [&] {
+      const Work copy = work;
+      __syncwarp();
+      release(q_empty + 8 * slot);
+      return copy;
+    };
+    Work done;
+    if (k0 >= k_stop) {
+      wait_for_k();
+      multiply_qk();
+      wgmma_wait<0>();
+      mask();
+      exponentiate();
+      softmax.add();
+      release(k_empty + 8 * (turn % STAGES));
+      round();
+      ++turn;
+      for (k0 -= BLOCK_K; k0 >= k_stop; k0 -= BLOCK_K, ++turn) {
+        wait_for_k();
+        multiply_qk();
+        multiply_pv();
+        wgmma_wait<1>();
+        mask();
+        if (wary)
+          exponentiate();
+        else
+          try_exponentiate();
+        softmax.add();
+        release(k_empty + 8 * (turn % STAGES));
+        wgmma_wait<0>();
+        release(v_empty + 8 * ((turn - 1) % STAGES));
+        softmax.rescale(o);
+        round();
+      }
+      multiply_pv();
+      done = leave();
+      wgmma_wait<0>();
+      release(v_empty + 8 * ((turn - 1) % STAGES));
+    } else {
+      done = leave();
+    }
+    store<1>(p, done, softmax, o, scores.unit);
+  }
+}
