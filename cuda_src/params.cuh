@@ -13,6 +13,7 @@ struct Array {
 struct Params {
   Array q, k, v, out, dout, dq, dk, dv;  // a forward launch has no use for the last four
   void *lse, *dlse, *lse_log2, *delta;   // (batch, heads, sq), contiguous; dlse may be null
+  void *dq_sum, *turns;                  // bwd_sm80: float32 dQ in tiles, and its counters
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;  // of k_bounds
   double scale, softcap;   // softcap 0: none

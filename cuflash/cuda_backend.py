@@ -16,8 +16,8 @@ import numpy as np
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), four rows, sizes, numbers.
-PARAMS = struct.Struct("44q9i4x2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
+PARAMS = struct.Struct("46q9i4x2d")
 _PARAMS_DTYPE = np.dtype((np.void, PARAMS.size))  # CuPy passes an array of one element by value
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
@@ -32,16 +32,17 @@ class Tiles(NamedTuple):
     resident: int
     streamed: int
     warps: int
-    stages: int = 2  # of the streamed tiles in a 16-bit backward pass; elsewhere one of each
+    # Of a 16-bit backward pass; elsewhere there is one buffer, and warps share no rows.
+    stages: int = 2
+    across: int = 1  # how many of the warps divide streamed rows among them; the others, resident
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of the forward kernel, of the pass for dK and dV, and of the pass for dQ."""
+    """Tiles of the forward and of the backward kernel."""
 
     forward: Tiles
-    backward_kv: Tiles
-    backward_q: Tiles
+    backward: Tiles
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
@@ -53,19 +54,18 @@ _FORWARD_16 = {
     192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
 }
-# Both passes together: 228 at 64 (FlashAttention-2 262), 257 at 128 (288), 165 at 256 (251).
-_BACKWARD_KV_16 = {
-    64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
-    128: [Tiles(64, 64, 4), Tiles(32, 32, 2), Tiles(32, 16, 2)],
-    192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
-    256: [Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
-}
-_BACKWARD_Q_16 = {
-    64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
-    128: [Tiles(128, 32, 4), Tiles(64, 32, 4), Tiles(32, 16, 2)],
-    192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
-    256: [Tiles(128, 32, 8), Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
-}
+_BACKWARD_16 = {
+    64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4)],
+    128: [
+        Tiles(128, 64, 8, 3, 2), Tiles(128, 64, 8, 2, 2), Tiles(64, 32, 4, 3, 2),
+        Tiles(32, 32, 4, 1, 2),
+    ],
+    192: [Tiles(64, 64, 8, 2, 4), Tiles(32, 32, 4, 2, 2), Tiles(32, 32, 4, 1, 2)],
+    256: [
+        Tiles(64, 64, 8, 2, 4), Tiles(64, 64, 8, 1, 4), Tiles(32, 32, 4, 1, 2),
+        Tiles(16, 32, 2, 1, 2),
+    ],
+}  # fmt: skip
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow; streamed is also
 # the number of columns of a slice.
 _FORWARD_32 = {
@@ -81,13 +81,8 @@ _64 = {64: [Tiles(64, 32, 4)], 256: [Tiles(64, 32, 8)]}
 FORWARD = {
     "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _64,
 }  # fmt: skip
-BACKWARD_KV = {
-    "float16": _BACKWARD_KV_16, "bfloat16": _BACKWARD_KV_16,
-    "float32": _BACKWARD_32, "float64": _64,
-}  # fmt: skip
-BACKWARD_Q = {
-    "float16": _BACKWARD_Q_16, "bfloat16": _BACKWARD_Q_16,
-    "float32": _BACKWARD_32, "float64": _64,
+BACKWARD = {
+    "float16": _BACKWARD_16, "bfloat16": _BACKWARD_16, "float32": _BACKWARD_32, "float64": _64,
 }  # fmt: skip
 
 
@@ -121,22 +116,54 @@ def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
 
 
 @functools.lru_cache(4096)
-def backward_variant(
-    step: str, problem: Problem, tiles: Tiles, vector: bool, parts: int = 1
-) -> Variant:
-    """`step`: "delta", "kv" (its `parts`: dK 1, dV 2, both 3) or "q"."""
-    file = "bwd_simt" if problem.dtype in REALS else "bwd_sm80"
-    entry = "row_delta" if step == "delta" else file
-    macros = {"KEYS": int(step == "kv"), "PARTS": parts}
+def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[Variant, int]]:
+    """The launches of a backward pass: kernels and how many blocks."""
+    rows = problem.batch * problem.heads * problem.sq
+    q_heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.heads_kv
     if problem.dtype in REALS:
-        return _simt_variant(file, entry, problem, tiles, vector, macros)
-    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
-    resident = _tile_bytes(tiles.resident, d) + _tile_bytes(tiles.resident, dv)
-    stage = _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
-    rows_bytes = 2 * 4 * tiles.streamed  # lse and delta of the streamed rows
-    shared = resident + tiles.stages * stage + _rounded_up(tiles.stages * rows_bytes, 1024)
-    rows = {"BLOCK_R": tiles.resident, "BLOCK_S": tiles.streamed, "STAGES": tiles.stages}
-    return _sm80_variant(file, entry, problem, tiles, vector, macros | rows, shared)
+
+        def simt(entry, keys, parts=1):
+            macros = {"KEYS": keys, "PARTS": parts}
+            return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
+
+        k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
+        return [
+            (simt("row_delta", 0), -(-rows // 8)),
+            *((simt("bwd_simt", 1, parts), kv_heads * k_blocks) for parts in parts_of(problem)),
+            (simt("bwd_simt", 0), q_heads * q_blocks),
+        ]
+    keys, queries = tiles.resident, tiles.streamed
+    d, dv = _backward_width(problem.d, tiles), _backward_width(problem.dv, tiles)
+    resident = _tile_bytes(keys, d) + _tile_bytes(keys, dv)
+    stage = _tile_bytes(queries, d) + _tile_bytes(queries, dv)
+    rows_bytes = 2 * 4 * queries  # lse and delta
+    ds_and_p = (1 if tiles.across == 1 else 2) * _tile_bytes(queries, keys)
+    buffers = 2 if tiles.stages == 3 else 1
+    shared = resident + tiles.stages * stage + buffers * ds_and_p
+    shared += _rounded_up(tiles.stages * rows_bytes, 1024)
+    macros = {
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "BLOCK_K": keys,
+        "BLOCK_Q": queries,
+        "WARPS_K": tiles.warps // tiles.across,
+        "WARPS_Q": tiles.across,
+        "STAGES": tiles.stages,
+    }
+
+    def sm80(entry):
+        return _sm80_variant("bwd_sm80", entry, problem, tiles, vector, macros, shared)
+
+    return [
+        (sm80("row_delta"), -(-rows // 8)),
+        (sm80("bwd_sm80"), kv_heads * -(-problem.sk // keys)),
+        (sm80("store_dq"), q_heads * -(-problem.sq // queries)),
+    ]
+
+
+def _backward_width(width: int, tiles: Tiles) -> int:
+    """Columns of a tile: warps divide them in blocks of 16."""
+    return _rounded_up(width, 16 * max(2, tiles.across))
 
 
 def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
@@ -194,9 +221,8 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         return next(t for t in table[width] if variant(t).shared_bytes <= shared_limit)
 
     return Config(
-        first(FORWARD, lambda t: forward_variant(problem, t, True)),
-        first(BACKWARD_KV, lambda t: backward_variant("kv", problem, t, True)),
-        first(BACKWARD_Q, lambda t: backward_variant("q", problem, t, True)),
+        first(FORWARD, lambda tiles: forward_variant(problem, tiles, True)),
+        first(BACKWARD, lambda tiles: backward_steps(problem, tiles, True)[1][0]),
     )
 
 
@@ -244,10 +270,20 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     lse_log2, delta = cupy.empty((2, *lse.shape), problem.compute)
+    dq_sum, turns = (cupy.zeros(n, "b") for n in workspace_bytes(problem, config.backward))
     pointers, strides, aligned = _described((q, k, v, out, dout, dq, dk, dv))
     plan = _backward_plan(q.data.device_id, problem, config, strides, aligned)
-    rows = (lse, dlse, lse_log2, delta)
-    _launch(plan, pointers, [0 if x is None else x.data.ptr for x in rows])
+    rest = (lse, dlse, lse_log2, delta, dq_sum, turns)
+    _launch(plan, pointers, [0 if x is None else x.data.ptr for x in rest])
+
+
+def workspace_bytes(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """Of float32 dQ in tiles and its counters, one for each warp of a tile; for 16-bit dtypes."""
+    if problem.dtype in REALS:
+        return 0, 0
+    q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
+    width = _backward_width(problem.d, tiles)
+    return 4 * q_tiles * tiles.streamed * width, 4 * q_tiles * tiles.warps
 
 
 def _described(operands: tuple) -> tuple[list[int], tuple, bool]:
@@ -275,16 +311,8 @@ def _forward_plan(device, problem: Problem, config: Config, strides, aligned: bo
 @functools.lru_cache(4096)
 def _backward_plan(device, problem: Problem, config: Config, strides, aligned: bool) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
-    rows = problem.batch * problem.heads * problem.sq
-    variants = [(backward_variant("delta", problem, config.backward_q, vector), -(-rows // 8))]
-    tiles = -(-problem.sk // config.backward_kv.resident)
-    for parts in parts_of(problem):
-        kv = backward_variant("kv", problem, config.backward_kv, vector, parts)
-        variants.append((kv, problem.batch * problem.heads_kv * tiles))
-    tiles = -(-problem.sq // config.backward_q.resident)
-    q = backward_variant("q", problem, config.backward_q, vector)
-    variants.append((q, problem.batch * problem.heads * tiles))
-    return Plan(_template(problem, strides), _loaded(device, variants))
+    steps = backward_steps(problem, config.backward, vector)
+    return Plan(_template(problem, strides), _loaded(device, steps))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
@@ -298,7 +326,7 @@ def _whole_groups(problem: Problem, strides: tuple) -> bool:
 
 def _template(p: Problem, strides: tuple) -> np.ndarray:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (44 - len(words))
+    words += [0] * (46 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
     return np.frombuffer(PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0), np.int64)
 

@@ -62,6 +62,18 @@ inline void copies_wait() {}
 inline void store_shared(unsigned address, unsigned x) { shared<unsigned>(address) = x; }
 inline uint4 load_shared16(unsigned address) { return shared<uint4>(address); }
 
+// Blocks run one after another here, and never wait.
+inline void add_fragment(float* to, const float (&x)[4]) {
+  for (int e = 0; e < 4; ++e) to[e * 32 + threadIdx.x % 32] += x[e];
+}
+inline void load_fragment(float (&x)[4], const float* from) {
+  for (int e = 0; e < 4; ++e) x[e] = from[e * 32 + threadIdx.x % 32];
+}
+inline int load_relaxed(const int* from) { return *from; }
+inline int load_acquire(const int* from) { return *from; }
+inline void count_up(int* counter) { ++*counter; }
+inline void fence() {}
+
 // Lane i gets row i / 4, columns 2 (i % 4) and the next, of each matrix; transposed: column and
 // rows.
 template <bool kTransposed>

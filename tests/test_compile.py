@@ -36,12 +36,12 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
         for width, table in cuda_backend.FORWARD[dtype].items()
         for tiles in table
     ]
-    for step, tables in (("kv", cuda_backend.BACKWARD_KV), ("q", cuda_backend.BACKWARD_Q)):
-        for width, table in tables[dtype].items():
-            for tiles in table:
-                for parts in cuda_backend.parts_of(problem(width)) if step == "kv" else (1,):
-                    p = problem(width)
-                    variants.append(cuda_backend.backward_variant(step, p, tiles, True, parts))
+    variants += [
+        variant
+        for width, table in cuda_backend.BACKWARD[dtype].items()
+        for tiles in table
+        for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]
+    ]
     return [v for v in variants if v.shared_bytes <= limit]
 
 

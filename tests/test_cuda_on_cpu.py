@@ -101,17 +101,19 @@ CASES = [
     (case(40, 37, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", causal=True),
      Tiles(32, 16, 1)),
     (case(37, 50, d=64, dv=96, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
-          layout="contiguous", softcap=2.0), Tiles(32, 32, 2)),
+          layout="contiguous", softcap=2.0), Tiles(32, 32, 2, 2, 2)),
     (case(50, 33, d=32, dv=64, batch=2, heads=1, heads_kv=1, dtype="bfloat16", layout="bshd",
           window=(9, 3), scale=-0.4), Tiles(32, 16, 2, 1)),
     (case(20, 30, d=136, dv=24, batch=1, heads=1, heads_kv=1, dtype="float16",
           layout="contiguous"), Tiles(16, 16, 1)),
+    (case(70, 130, d=64, dv=64, batch=1, heads=4, heads_kv=2, dtype="float16", causal=True,
+          layout="contiguous", window=(50, None)), Tiles(64, 32, 4, 3, 2)),
 ]  # fmt: skip
 
 
 def forward(backend, tiles, q, k, v, *options):
     problem, q, k, v = api.canonical(q, k, v, *options)
-    config = Config(tiles, tiles, tiles)
+    config = Config(tiles, tiles)
     out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
     lse = np.full(q.shape[:-1], np.nan, problem.compute)
     pointers, strides, aligned = backend._described([Device(x) for x in (q, k, v, out)])
@@ -133,10 +135,13 @@ def test_kernels(case, tiles, on_cpu):
     run.check_forward(out, lse)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     lse_log2, delta = np.full((2, *lse.shape), np.nan, problem.compute)
+    sizes = on_cpu.workspace_bytes(problem, config.backward)
+    dq_sum, turns = (np.zeros(n // 4, "f4") for n in sizes)
     operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
     pointers, strides, aligned = on_cpu._described(operands)
     plan = on_cpu._backward_plan(0, problem, config, strides, aligned)
-    on_cpu._launch(plan, pointers, [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)])
+    rest = (lse, run.dlse, lse_log2, delta, dq_sum, turns)
+    on_cpu._launch(plan, pointers, [x.ctypes.data for x in rest])
     run.check_backward((dq, dk, dv))
 
 
