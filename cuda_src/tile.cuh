@@ -221,18 +221,17 @@ struct Share {
   static DEVICE int column_step(int n) { return n / 2 * kColumns * 16 + n % 2 * 8; }
 };
 
-// Put `hidden` where a row does not see a column, or does not exist. (i0, j0): the first row and
+// Put `hidden` where row i does not see a column: one outside seen(i). (i0, j0): the first row and
 // column of the tile.
-template <int kM, int kN, class TheShare>
-DEVICE void apply_mask(float (&c)[kM][kN][4], const TheShare& share, int i0, int j0, int rows,
-                       int columns, int lo_shift, int hi_shift, float hidden) {
+template <int kM, int kN, class TheShare, class Seen>
+DEVICE void apply_mask(float (&c)[kM][kN][4], const TheShare& share, int i0, int j0, float hidden,
+                       Seen seen) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = i0 + share.fragment_row(m, r), j = j0 + share.fragment_column();
-      const Bounds seen = k_bounds(i, columns, lo_shift, hi_shift);
-      const int lo = seen.lo - j, hi = i < rows ? seen.hi - j : -j;
+      const Bounds bounds = seen(i0 + share.fragment_row(m, r));
+      const int j = j0 + share.fragment_column(), lo = bounds.lo - j, hi = bounds.hi - j;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -246,8 +245,8 @@ DEVICE void apply_mask(float (&c)[kM][kN][4], const TheShare& share, int i0, int
 template <int kM, int kN>
 DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int lo_shift,
                        int hi_shift, float hidden) {
-  constexpr int kAll = 0x7fffffff;
-  apply_mask(c, AllColumns<kM>(), i0, j0, kAll, columns, lo_shift, hi_shift, hidden);
+  apply_mask(c, AllColumns<kM>(), i0, j0, hidden,
+             [=](int i) { return k_bounds(i, columns, lo_shift, hi_shift); });
 }
 
 template <int kM, int kN>

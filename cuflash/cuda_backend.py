@@ -46,8 +46,9 @@ class Config:
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
-# taken. The last of a row fits 48 KiB, so every GPU. TFLOP/s: bfloat16 on an H200, 2 x 16 heads,
-# S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in docs/kernels.md.
+# taken. The last of a row fits 64 KiB (forward 48), so every GPU. TFLOP/s: bfloat16 on an H200,
+# 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
+# docs/kernels.md.
 _FORWARD_16 = {
     64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
@@ -55,15 +56,17 @@ _FORWARD_16 = {
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
 }
 _BACKWARD_16 = {
-    64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4)],
+    64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
     128: [
-        Tiles(128, 64, 8, 3, 2), Tiles(128, 64, 8, 2, 2), Tiles(64, 32, 4, 3, 2),
-        Tiles(32, 32, 4, 1, 2),
+        Tiles(128, 64, 8, 3, 2),  # 319, FlashAttention-2 290
+        Tiles(128, 64, 8, 2, 2),  # 307
+        Tiles(64, 32, 4, 3, 2), Tiles(32, 32, 4, 1, 2),  # 200, 123
     ],
-    192: [Tiles(64, 64, 8, 2, 4), Tiles(32, 32, 4, 2, 2), Tiles(32, 32, 4, 1, 2)],
+    192: [Tiles(64, 64, 8, 2, 4), Tiles(32, 32, 4, 2, 2), Tiles(32, 32, 4, 1, 2)],  # 231, 105
     256: [
-        Tiles(64, 64, 8, 2, 4), Tiles(64, 64, 8, 1, 4), Tiles(32, 32, 4, 1, 2),
-        Tiles(16, 32, 2, 1, 2),
+        Tiles(64, 64, 8, 2, 4),  # 260, FlashAttention-2 250
+        Tiles(64, 64, 8, 1, 4),  # 226
+        Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
     ],
 }  # fmt: skip
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow; streamed is also
@@ -117,30 +120,36 @@ def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
 
 @functools.lru_cache(4096)
 def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[Variant, int]]:
-    """The launches of a backward pass: kernels and how many blocks."""
-    rows = problem.batch * problem.heads * problem.sq
-    q_heads, kv_heads = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    if problem.dtype in REALS:
+    """What a backward pass launches: kernels, and of how many blocks."""
+    steps = _simt_steps if problem.dtype in REALS else _sm80_steps
+    return steps(problem, tiles, vector)
 
-        def simt(entry, keys, parts=1):
-            macros = {"KEYS": keys, "PARTS": parts}
-            return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
 
-        k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
-        return [
-            (simt("row_delta", 0), -(-rows // 8)),
-            *((simt("bwd_simt", 1, parts), kv_heads * k_blocks) for parts in parts_of(problem)),
-            (simt("bwd_simt", 0), q_heads * q_blocks),
-        ]
+def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    def step(entry, keys=0, parts=1):
+        macros = {"KEYS": keys, "PARTS": parts}
+        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
+
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
+    # Of dK (1) and dV (2): wide ones do not fit at once.
+    together = 64 if problem.dtype == "float32" else 0
+    parts_of_kv = (3,) if max(problem.d, problem.dv) <= together else (1, 2)
+    return [
+        (step("row_delta"), -(-heads * problem.sq // 8)),
+        *((step("bwd_simt", 1, parts), heads_kv * k_blocks) for parts in parts_of_kv),
+        (step("bwd_simt"), heads * q_blocks),
+    ]
+
+
+def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     keys, queries = tiles.resident, tiles.streamed
     d, dv = _backward_width(problem.d, tiles), _backward_width(problem.dv, tiles)
-    resident = _tile_bytes(keys, d) + _tile_bytes(keys, dv)
     stage = _tile_bytes(queries, d) + _tile_bytes(queries, dv)
-    rows_bytes = 2 * 4 * queries  # lse and delta
     ds_and_p = (1 if tiles.across == 1 else 2) * _tile_bytes(queries, keys)
-    buffers = 2 if tiles.stages == 3 else 1
-    shared = resident + tiles.stages * stage + buffers * ds_and_p
-    shared += _rounded_up(tiles.stages * rows_bytes, 1024)
+    shared = _tile_bytes(keys, d) + _tile_bytes(keys, dv) + tiles.stages * stage
+    shared += (2 if tiles.stages == 3 else 1) * ds_and_p
+    shared += _rounded_up(tiles.stages * 2 * 4 * queries, 1024)  # lse and delta
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
@@ -151,13 +160,15 @@ def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[V
         "STAGES": tiles.stages,
     }
 
-    def sm80(entry):
+    def step(entry):
         return _sm80_variant("bwd_sm80", entry, problem, tiles, vector, macros, shared)
 
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    store_dq = step("store_dq")._replace(shared_bytes=_tile_bytes(queries, d))
     return [
-        (sm80("row_delta"), -(-rows // 8)),
-        (sm80("bwd_sm80"), kv_heads * -(-problem.sk // keys)),
-        (sm80("store_dq"), q_heads * -(-problem.sq // queries)),
+        (step("row_delta"), -(-heads * problem.sq // 8)),
+        (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
+        (store_dq, heads * -(-problem.sq // queries)),
     ]
 
 
@@ -204,25 +215,25 @@ def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
     return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 
-def parts_of(problem: Problem) -> tuple[int, ...]:
-    """What each launch of the kv pass computes, dK (1) and dV (2): wide ones do not fit at once."""
-    together = {"float32": 64, "float64": 0}.get(problem.dtype, 128)
-    return (3,) if max(problem.d, problem.dv) <= together else (1, 2)
-
-
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
-    if capability < 80:
-        shared_limit = 48 * KIB  # the larger tiles spill there, as half the products need two steps
+    # Larger forward tiles spill on Turing, where half the products need two steps.
+    forward_limit = min(shared_limit, 48 * KIB) if capability < 80 else shared_limit
 
-    def first(tables, variant):
+    def first(tables, shared_bytes, limit):
         table = tables[problem.dtype]
         width = next(w for w in table if w >= max(problem.d, problem.dv))
-        return next(t for t in table[width] if variant(t).shared_bytes <= shared_limit)
+        return next(tiles for tiles in table[width] if shared_bytes(tiles) <= limit)
+
+    def forward_bytes(tiles):
+        return forward_variant(problem, tiles, True).shared_bytes
+
+    def backward_bytes(tiles):
+        return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
     return Config(
-        first(FORWARD, lambda tiles: forward_variant(problem, tiles, True)),
-        first(BACKWARD, lambda tiles: backward_steps(problem, tiles, True)[1][0]),
+        first(FORWARD, forward_bytes, forward_limit),
+        first(BACKWARD, backward_bytes, shared_limit),
     )
 
 
@@ -270,20 +281,20 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     lse_log2, delta = cupy.empty((2, *lse.shape), problem.compute)
-    dq_sum, turns = (cupy.zeros(n, "b") for n in workspace_bytes(problem, config.backward))
+    dq_sum, turns = (cupy.zeros(n, "f4") for n in sums_and_turns(problem, config.backward))
     pointers, strides, aligned = _described((q, k, v, out, dout, dq, dk, dv))
     plan = _backward_plan(q.data.device_id, problem, config, strides, aligned)
     rest = (lse, dlse, lse_log2, delta, dq_sum, turns)
     _launch(plan, pointers, [0 if x is None else x.data.ptr for x in rest])
 
 
-def workspace_bytes(problem: Problem, tiles: Tiles) -> tuple[int, int]:
-    """Of float32 dQ in tiles and its counters, one for each warp of a tile; for 16-bit dtypes."""
+def sums_and_turns(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
     if problem.dtype in REALS:
         return 0, 0
     q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
     width = _backward_width(problem.d, tiles)
-    return 4 * q_tiles * tiles.streamed * width, 4 * q_tiles * tiles.warps
+    return q_tiles * tiles.streamed * width, q_tiles * tiles.warps  # a turn is a tile or more
 
 
 def _described(operands: tuple) -> tuple[list[int], tuple, bool]:

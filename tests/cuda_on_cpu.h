@@ -1,5 +1,7 @@
-// Enough of CUDA to run the kernels on CPU threads: one thread each, a block at a time.
+// Enough of CUDA to run the kernels on CPU threads: one thread each, a block at a time. `launch`
+// returns how many copies to shared memory nobody waited for.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstring>
@@ -21,6 +23,7 @@ struct Dim {
 };
 inline thread_local Dim threadIdx, blockIdx;
 inline Dim blockDim;
+inline std::atomic<int> copies_left;        // begun, and not waited for
 alignas(1024) inline char memory[1 << 18];  // shared memory
 inline std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[32];
 
@@ -50,7 +53,7 @@ inline bool __any_sync(unsigned, bool value) {
 inline float __fdividef(float x, float y) { return x / y; }
 
 template <class Kernel, class Params>
-void launch(Kernel kernel, int grid, int block, const Params& params) {
+int launch(Kernel kernel, int grid, int block, const Params& params) {
   blockDim.x = block;
   for (int b = 0; b < grid; ++b) {
     block_barrier = std::make_unique<std::barrier<>>(block);
@@ -63,4 +66,5 @@ void launch(Kernel kernel, int grid, int block, const Params& params) {
       });
     for (auto& thread : threads) thread.join();
   }
+  return copies_left.exchange(0);
 }

@@ -47,8 +47,8 @@ def compiled(compiler, variant):
     program = folder / f"{abs(hash(variant))}.cpp"
     program.write_text(
         f'#include "{HERE / "cuda_on_cpu.h"}"\n{source}\n'
-        'extern "C" void run(int grid, int block, const Params* params) '
-        f"{{ launch({variant.entry}, grid, block, *params); }}\n"
+        'extern "C" int run(int grid, int block, const Params* params) '
+        f"{{ return launch({variant.entry}, grid, block, *params); }}\n"
     )
     library = program.with_suffix(".so")
     # With multiplication and addition in one step, as on a GPU.
@@ -65,9 +65,12 @@ def on_cpu(compiler, monkeypatch):
 
     def kernel(device, variant):
         run = compiled(compiler, variant)
-        return lambda grid, block, args, shared_mem: run(
-            grid[0], block[0], args[0].ctypes.data_as(ctypes.c_void_p)
-        )
+
+        def launch(grid, block, args, shared_mem):
+            left = run(grid[0], block[0], args[0].ctypes.data_as(ctypes.c_void_p))
+            assert left == 0, f"{variant.entry} does not wait for {left} copies"
+
+        return launch
 
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
     for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
@@ -106,8 +109,10 @@ CASES = [
           window=(9, 3), scale=-0.4), Tiles(32, 16, 2, 1)),
     (case(20, 30, d=136, dv=24, batch=1, heads=1, heads_kv=1, dtype="float16",
           layout="contiguous"), Tiles(16, 16, 1)),
-    (case(70, 130, d=64, dv=64, batch=1, heads=4, heads_kv=2, dtype="float16", causal=True,
-          layout="contiguous", window=(50, None)), Tiles(64, 32, 4, 3, 2)),
+    (case(290, 130, d=64, dv=64, batch=1, heads=4, heads_kv=2, dtype="float16", causal=True,
+          layout="contiguous", window=(90, None)), Tiles(64, 32, 4, 3, 2)),
+    (case(17, 140, d=32, dv=32, batch=2, heads=17, heads_kv=17, dtype="float16", window=(5, 3),
+          layout="contiguous"), Tiles(64, 32, 4)),
 ]  # fmt: skip
 
 
@@ -135,8 +140,7 @@ def test_kernels(case, tiles, on_cpu):
     run.check_forward(out, lse)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     lse_log2, delta = np.full((2, *lse.shape), np.nan, problem.compute)
-    sizes = on_cpu.workspace_bytes(problem, config.backward)
-    dq_sum, turns = (np.zeros(n // 4, "f4") for n in sizes)
+    dq_sum, turns = (np.zeros(n, "f4") for n in on_cpu.sums_and_turns(problem, config.backward))
     operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
     pointers, strides, aligned = on_cpu._described(operands)
     plan = on_cpu._backward_plan(0, problem, config, strides, aligned)
