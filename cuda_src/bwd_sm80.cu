@@ -1,43 +1,90 @@
 // Backward for float16 and bfloat16 on the tensor cores of every GPU from Turing on (mma.sync).
 //
-// Three kernels, no atomics, results repeat bit for bit:
 //   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and lse in base 2
-//   bwd_sm80   a block per tile of rows; the others stream past. P and dS are A fragments as they
-//              lie and never leave registers.
-//              KEYS 1: rows are keys, the result dK and dV, for each key/value head
-//              KEYS 0: rows are queries, the result dQ, for each head
-// The block's own operands stay in shared memory; the others' pass through STAGES buffers, the next
-// tile being copied in while this one is computed on.
-// Options: as fwd_sm80.cu; KEYS; BLOCK_R and BLOCK_S are the rows of an own and of a streamed tile,
-// PARTS which of dK (1) and dV (2) is computed, for KEYS 0: 1.
+//   bwd_sm80   a block per tile of keys of a key/value head. dK and dV stay in registers, queries
+//              stream past, and what they get from these keys is added to float32 dQ in memory
+//   store_dq   a block per tile of queries: dQ times the scale, as 16-bit numbers
+//
+// Five products, for which the warps stand in a grid:
+//   S^T = K Q^T, dP^T = V dO^T       keys x queries     WARPS_K x WARPS_Q
+//   dV += P^T dO, dK += dS^T Q       keys x columns     WARPS_K x WARPS_Q
+//   dQ += dS K                       queries x columns  whatever reads least
+// P and dS go through shared memory. With WARPS_Q 1 a warp's P and dS are the A operands of its dV
+// and dK as they lie, and stay in registers; only dQ needs dS from all warps.
+//
+// All blocks of a head add to the same dQ. They take turns, in the order of their keys, so that
+// results repeat bit for bit: a turn is kTurn queries, and a counter for each turn and warp (the
+// same warp has the same part of dQ in every block) says how many blocks have added. A block waits
+// only for blocks with smaller indices; GPUs start blocks in the order of their indices, though
+// CUDA does not promise it, so those have started. Blocks that run together belong to many heads
+// (kTogether), and the few of one head follow each other at the distance of a turn.
+//
+// STAGES, buffers for Q and dO:
+//   1  copied in when needed
+//   2  the next tile is copied in meanwhile; a barrier before S and one before the other products
+//   3  as 2, with two buffers for P and dS, and the second barrier alone
+// Options: as fwd_sm80.cu; BLOCK_K, BLOCK_Q, WARPS_K, WARPS_Q; STAGES.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "softmax.cuh"
 #include "tile.cuh"
 
 using Element = ELEMENT;
-constexpr int kThreads = WARPS * 32;
-constexpr int kM = BLOCK_R / (16 * WARPS);  // 16-row tiles of a warp
-constexpr int kN = BLOCK_S / 8;
-static_assert(BLOCK_R == kM * 16 * WARPS && BLOCK_S % 16 == 0, "tiles of 16");
+constexpr int kWarps = WARPS_K * WARPS_Q, kThreads = kWarps * 32;
+constexpr bool kInRegisters = WARPS_Q == 1, kOneBarrier = STAGES == 3;
+// What blocks that run together touch should stay in L2. At 256, 32 heads together reach 198
+// TFLOP/s and 8 of them 248; turns of 128 queries 238 and turns of 64 260. At 128 more heads wait
+// less under a causal mask, and a fence for every 64 queries costs 5 %.
+constexpr int kTogether = HEAD_DIM > 128 ? 8 : 32, kQueries = HEAD_DIM > 128 ? 64 : 128;
+constexpr int kTurn = BLOCK_Q > kQueries ? BLOCK_Q : kQueries;
+static_assert(BLOCK_K % (16 * WARPS_K) == 0 && BLOCK_Q % (16 * WARPS_Q) == 0, "blocks of 16 x 16");
+static_assert(HEAD_DIM % (16 * WARPS_Q) == 0 && VALUE_DIM % (16 * WARPS_Q) == 0, "the same");
+static_assert(kTurn % BLOCK_Q == 0, "whole tiles");
 
-// R: resident rows, S: streamed rows. K and Q have HEAD_DIM columns, V and dO VALUE_DIM.
-using RWide = Tile<BLOCK_R, HEAD_DIM, kThreads>;
-using RValue = Tile<BLOCK_R, VALUE_DIM, kThreads>;
-using SWide = Tile<BLOCK_S, HEAD_DIM, kThreads>;
-using SValue = Tile<BLOCK_S, VALUE_DIM, kThreads>;
+using KTile = Tile<BLOCK_K, HEAD_DIM, kThreads>;
+using VTile = Tile<BLOCK_K, VALUE_DIM, kThreads>;
+using QTile = Tile<BLOCK_Q, HEAD_DIM, kThreads>;
+using OTile = Tile<BLOCK_Q, VALUE_DIM, kThreads>;
+using PTile = Tile<BLOCK_K, BLOCK_Q, kThreads>;  // P^T and dS^T
 
 struct Stage {
-  SWide::Storage wide;
-  SValue::Storage value;
+  QTile::Storage q;
+  OTile::Storage dout;
 };
 
 struct Shared {
-  RWide::Storage wide;
-  RValue::Storage value;
+  KTile::Storage k;
+  VTile::Storage v;
   Stage stages[STAGES];
-  float lse_log2[STAGES][BLOCK_S], delta[STAGES][BLOCK_S];  // of streamed queries
+  PTile::Storage ds_p[1 + kOneBarrier][kInRegisters ? 1 : 2];
+  float lse_log2[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+using KShare = Share<WARPS_K, WARPS_Q>;
+// Rows of the grid of warps for dQ: with the smallest sum of sides of a warp's part.
+DEVICE constexpr int q_rows() {
+  int best = 0, least = BLOCK_Q + HEAD_DIM + 1;
+  for (int rows = 1; rows <= kWarps; rows *= 2) {
+    const int columns = kWarps / rows, sides = BLOCK_Q / rows + HEAD_DIM / columns;
+    if (BLOCK_Q % (16 * rows) == 0 && HEAD_DIM % (16 * columns) == 0 && sides <= least)
+      best = rows, least = sides;
+  }
+  return best;
+}
+static_assert(q_rows() > 0, "no grid of warps divides dQ");
+using QShare = Share<q_rows(), kWarps / q_rows()>;
+constexpr int kQm = BLOCK_Q / 16 / QShare::kRowWarps, kQn = HEAD_DIM / 8 / QShare::kColumnWarps;
+// Columns of 8 of dQ at a time: beside dK and dV there is room for 32 numbers.
+constexpr int kChunk = kQm <= 4 && kQn % (8 / kQm) == 0 ? 8 / kQm : 2;
+
+// Where a warp's part of a tile of dQ begins in memory: fragments one after another.
+DEVICE float* dq_part(const Params& p, int batch, int head, int q0) {
+  const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
+  const long long part =
+      ((static_cast<long long>(batch) * p.heads + head) * tiles + q0 / BLOCK_Q) * kWarps +
+      threadIdx.x / 32;
+  return p.dq_sum + part * (kQm * kQn * 128);
+}
 
 // s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
 DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, const Scores& scores) {
@@ -66,125 +113,197 @@ extern "C" __global__ void row_delta(const Params p) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const unsigned wide_tile = shared_address(&shared.wide),
-                 value_tile = shared_address(&shared.value);
+  const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
 
-  // Rows of this block's tile, and of what streams past.
-  const int rows = KEYS ? p.sk : p.sq, others = KEYS ? p.sq : p.sk;
-  const int heads = KEYS ? p.heads / p.group : p.heads;
-  const int tiles = (rows + BLOCK_R - 1) / BLOCK_R;
-  // Under a causal mask the last queries and the first keys have the most to do: they go first.
-  const int tile = KEYS ? blockIdx.x % tiles : tiles - 1 - blockIdx.x % tiles;
-  const int row0 = tile * BLOCK_R;
-  const int head = blockIdx.x / tiles % heads, batch = blockIdx.x / tiles / heads;
+  // kTogether heads at a time: the first tile of each, then the second of each. Under a causal mask
+  // the first keys have the most to do.
+  const int heads = p.heads / p.group, tiles = (p.sk + BLOCK_K - 1) / BLOCK_K;
+  const int before = blockIdx.x / (kTogether * tiles) * kTogether;
+  const int together = min(kTogether, p.batch * heads - before);
+  const int index = blockIdx.x - before * tiles;
+  const int head = (before + index % together) % heads, batch = (before + index % together) / heads;
+  const int tile = index / together, k0 = tile * BLOCK_K;
   const Scores scores(p.scale, p.softcap);
 
-  // Others that see any of these rows, and those that see all; the same for each partner.
-  const int lo_shift = KEYS ? 1 - p.hi_shift : p.lo_shift;
-  const int hi_shift = KEYS ? 1 - p.lo_shift : p.hi_shift;
-  const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
-  const Bounds last = k_bounds(min(row0 + BLOCK_R, rows) - 1, others, lo_shift, hi_shift);
-  const int begin = first.lo / BLOCK_S * BLOCK_S, end = last.hi;
+  // Queries that see any of these keys, and those that see all; the same for each head.
+  const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
+  const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
+  const Bounds last = k_bounds(min(k0 + BLOCK_K, p.sk) - 1, p.sq, lo_shift, hi_shift);
+  // From the last tile of queries to the first: under a causal mask blocks of a head begin with the
+  // same, and are a turn apart; in ascending order it would be two.
+  const int q_first = first.lo / BLOCK_Q * BLOCK_Q;
+  const int q_last = last.hi > q_first ? (last.hi - 1) / BLOCK_Q * BLOCK_Q : q_first - BLOCK_Q;
+  const int total = (q_last - q_first + BLOCK_Q) / BLOCK_Q * p.group;
 
-  // The query heads of a key/value head, or the key/value head of a query head.
-  const int partners = KEYS ? p.group : 1;
   // Of the tile to copy in next:
-  int partner = KEYS ? head * p.group : head / p.group, next = begin;
+  int next_head = head * p.group, next = q_last;
   auto load = [&](int i) {
     Stage& stage = shared.stages[i % STAGES];
-    SWide::load<VECTOR>(shared_address(&stage.wide), Slice(KEYS ? p.q : p.k, batch, partner), next,
-                        others, p.d);
-    SValue::load<VECTOR>(shared_address(&stage.value), Slice(KEYS ? p.dout : p.v, batch, partner),
-                         next, others, p.v_width);
-    if constexpr (KEYS) {
-      const long long stats = first_row(p, batch, partner) + next;
-      for (int j = threadIdx.x; j < BLOCK_S; j += kThreads) {
-        const bool inside = next + j < others;
-        copy4(shared_address(&shared.lse_log2[i % STAGES][j]),
-              static_cast<float*>(p.lse_log2) + stats + j, inside);
-        copy4(shared_address(&shared.delta[i % STAGES][j]),
-              static_cast<float*>(p.delta) + stats + j, inside);
-      }
+    QTile::load<VECTOR>(shared_address(&stage.q), Slice(p.q, batch, next_head), next, p.sq, p.d);
+    OTile::load<VECTOR>(shared_address(&stage.dout), Slice(p.dout, batch, next_head), next, p.sq,
+                        p.v_width);
+    const long long stats = first_row(p, batch, next_head) + next;
+    for (int j = threadIdx.x; j < BLOCK_Q; j += kThreads) {
+      const bool inside = next + j < p.sq;
+      copy4(shared_address(&shared.lse_log2[i % STAGES][j]),
+            static_cast<float*>(p.lse_log2) + stats + j, inside);
+      copy4(shared_address(&shared.delta[i % STAGES][j]), static_cast<float*>(p.delta) + stats + j,
+            inside);
     }
     copies_commit();
-    next += BLOCK_S;
-    if (next >= end) next = begin, ++partner;
+    next -= BLOCK_Q;
+    if (next < q_first) next = q_last, ++next_head;
   };
 
-  float lse_log2[kM][2], delta[kM][2];  // of rows that are queries
-  if constexpr (!KEYS) {
-    const long long stats = first_row(p, batch, head);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = row0 + fragment_row<kM>(m, r);
-        lse_log2[m][r] = row < rows ? static_cast<float*>(p.lse_log2)[stats + row] : kInfinity;
-        delta[m][r] = row < rows ? static_cast<float*>(p.delta)[stats + row] : 0.0f;
-      }
-    }
-  }
+  const KShare k_share;
+  const QShare q_share;
+  constexpr int kM = BLOCK_K / 16 / WARPS_K;
+  float dk[kM][HEAD_DIM / 8 / WARPS_Q][4], dv[kM][VALUE_DIM / 8 / WARPS_Q][4];
+  clear(dk);
+  clear(dv);
+  int* const counters = p.counters;
+  int held = -1;  // the counter of this warp's turn
 
-  float wide[kM][HEAD_DIM / 8][4], value[kM][VALUE_DIM / 8][4];  // dK or dQ; and dV
-  clear(wide);
-  clear(value);
-  RWide::load<VECTOR>(wide_tile, Slice(KEYS ? p.k : p.q, batch, head), row0, rows, p.d);
-  RValue::load<VECTOR>(value_tile, Slice(KEYS ? p.v : p.dout, batch, head), row0, rows, p.v_width);
-  const int total = max(0, (end - begin + BLOCK_S - 1) / BLOCK_S) * partners;
+  KTile::load<VECTOR>(k_tile, Slice(p.k, batch, head), k0, p.sk, p.d);
+  VTile::load<VECTOR>(v_tile, Slice(p.v, batch, head), k0, p.sk, p.v_width);
+  copies_commit();
   if (STAGES > 1 && total > 0) load(0);
-  for (int i = 0, other0 = begin; i < total; ++i) {
-    if constexpr (STAGES == 1) {
-      __syncthreads();  // all are done with the tiles before
-      load(i);
-    }
+  if constexpr (kOneBarrier) {
     copies_wait();
-    __syncthreads();  // this stage is here, and all are done with the other
-    if (STAGES > 1 && i + 1 < total) load(i + 1);
-
+    __syncthreads();
+    if (total > 1) load(1);
+  }
+  for (int i = 0, q0 = q_last, q_head = head * p.group; i < total; ++i) {
+    if constexpr (!kOneBarrier) {
+      if constexpr (STAGES == 1) {
+        __syncthreads();  // all are done with the tiles before
+        load(i);
+      }
+      copies_wait();
+      __syncthreads();  // this stage is here, and all are done with the other, with P and with dS
+      if (STAGES > 1 && i + 1 < total) load(i + 1);
+    }
     Stage& stage = shared.stages[i % STAGES];
-    const unsigned s_wide = shared_address(&stage.wide), s_value = shared_address(&stage.value);
+    const unsigned q_tile = shared_address(&stage.q), o_tile = shared_address(&stage.dout);
+    const unsigned ds_tile = shared_address(&shared.ds_p[kOneBarrier ? i % 2 : 0][0]);
+    const unsigned p_tile = shared_address(&shared.ds_p[kOneBarrier ? i % 2 : 0][!kInRegisters]);
+
+    // The counter is asked early: once it is needed, the answer is there.
+    const bool enters = q0 == q_last || (q0 + BLOCK_Q) % kTurn == 0;
+    const int q_turn = q0 / kTurn * kTurn, turns = (p.sq + kTurn - 1) / kTurn;
+    const int turn = tile - k_bounds(q_turn, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
+    const int counter = ((batch * p.heads + q_head) * turns + q0 / kTurn) * kWarps +
+                        static_cast<int>(threadIdx.x) / 32;
+    const int count = enters && threadIdx.x % 32 == 0 ? load_relaxed(counters + counter) : 0;
+    auto take_turn = [&] {
+      if (enters && threadIdx.x % 32 == 0) {
+        fence();  // between what was added and passing it on, and between count and adding
+        if (held >= 0) count_up(counters + held);
+        held = counter;
+        if (count != turn)
+          while (load_acquire(counters + counter) != turn) continue;
+      }
+      __syncwarp();
+    };
+
+    constexpr int kN = BLOCK_Q / 8 / WARPS_Q;
     float s[kM][kN][4], ds[kM][kN][4];
-    multiply<Element, RWide, SWide>(s, wide_tile, s_wide);
+    clear(s);
+    product<Element>(s, rows_of<KTile, WARPS_K>(k_tile, k_share.row),
+                     columns_of<QTile, WARPS_Q>(q_tile, k_share.column));
     scores.transform(s);
-    if constexpr (PARTS & 1)
-      multiply<Element, RValue, SValue>(ds, value_tile, s_value);
-    else
-      clear(ds);
+    clear(ds);
+    product<Element>(ds, rows_of<VTile, WARPS_K>(v_tile, k_share.row),
+                     columns_of<OTile, WARPS_Q>(o_tile, k_share.column));
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int column = n * 8 + fragment_column() + e;
-        const float column_lse = KEYS ? shared.lse_log2[i % STAGES][column] : 0;
-        const float column_delta = KEYS ? shared.delta[i % STAGES][column] : 0;
+        const int column = k_share.fragment_column() + k_share.column_step(n) + e;
+        const float lse_log2 = shared.lse_log2[i % STAGES][column];
+        const float delta = shared.delta[i % STAGES][column];
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
           for (int r = 0; r < 2; ++r)
-            differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e],
-                          KEYS ? column_lse : lse_log2[m][r], KEYS ? column_delta : delta[m][r],
-                          scores);
+            differentiate(s[m][n][2 * r + e], ds[m][n][2 * r + e], lse_log2, delta, scores);
       }
     }
-    if (other0 < last.lo || other0 + BLOCK_S > first.hi) {
-      if constexpr (PARTS & 2) apply_mask(s, row0, other0, others, lo_shift, hi_shift, 0.0f);
-      if constexpr (PARTS & 1) apply_mask(ds, row0, other0, others, lo_shift, hi_shift, 0.0f);
+    // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
+    if (q0 < last.lo || q0 + BLOCK_Q > first.hi || k0 + BLOCK_K > p.sk) {
+      auto seen = [&](int key) {
+        return key < p.sk ? k_bounds(key, p.sq, lo_shift, hi_shift) : Bounds{0, 0};
+      };
+      apply_mask(s, k_share, k0, q0, 0.0f, seen);
+      apply_mask(ds, k_share, k0, q0, 0.0f, seen);
     }
-    other0 = other0 + BLOCK_S < end ? other0 + BLOCK_S : begin;
-    if constexpr (PARTS & 2) accumulate<Element, SValue>(value, s, s_value);
-    if constexpr (PARTS & 1) accumulate<Element, SWide>(wide, ds, s_wide);
+    stage_rows<Element, PTile>(ds, k_share, ds_tile);
+    if constexpr (kInRegisters) {
+      accumulate<Element, OTile>(dv, s, o_tile);
+      accumulate<Element, QTile>(dk, ds, q_tile);
+    } else {
+      stage_rows<Element, PTile>(s, k_share, p_tile);
+    }
+    if constexpr (kOneBarrier) copies_wait();
+    __syncthreads();  // dS and P are here; STAGES 3: the next stage too, and all left the last one
+    if (kOneBarrier && i + 2 < total) load(i + 2);
+
+    // Of two warps that share a scheduler, one waits for its turn while the other multiplies.
+    const bool waits_first = kInRegisters || threadIdx.x / 128 % 2;
+    if (waits_first) take_turn();
+    if constexpr (!kInRegisters)
+      product<Element>(dv, rows_of<PTile, WARPS_K>(p_tile, k_share.row),
+                       columns_of<OTile, WARPS_Q, true>(o_tile, k_share.column));
+    if (!waits_first) take_turn();
+    float* const part = dq_part(p, batch, q_head, q0);
+#pragma unroll
+    for (int c = 0; c < kQn; c += kChunk) {
+      float dq[kQm][kChunk][4];
+      clear(dq);
+      product<Element>(dq, rows_of<PTile, QShare::kRowWarps, true>(ds_tile, q_share.row),
+                       columns_of<KTile, QShare::kColumnWarps, true>(k_tile, q_share.column),
+                       c / 2);
+#pragma unroll
+      for (int m = 0; m < kQm; ++m)
+#pragma unroll
+        for (int n = 0; n < kChunk; ++n) add_fragment(part + (m * kQn + c + n) * 128, dq[m][n]);
+      if constexpr (!kInRegisters) {
+        if (c == 0)  // between the chunks of dQ, which then reach memory one by one
+          product<Element>(dk, rows_of<PTile, WARPS_K>(ds_tile, k_share.row),
+                           columns_of<QTile, WARPS_Q, true>(q_tile, k_share.column));
+      }
+    }
+    q0 -= BLOCK_Q;
+    if (q0 < q_first) q0 = q_last, ++q_head;
   }
   copies_wait();
   __syncthreads();
+  if (held >= 0) {
+    fence();
+    count_up(counters + held);
+  }
 
-  float scale[kM][2], one[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m) scale[m][0] = scale[m][1] = p.scale, one[m][0] = one[m][1] = 1;
-  if constexpr (PARTS & 1) stage_rows<Element, RWide>(wide, scale, wide_tile);
-  if constexpr (PARTS & 2) stage_rows<Element, RValue>(value, one, value_tile);
+  scale_by(dk, static_cast<float>(p.scale));
+  stage_rows<Element, KTile>(dk, k_share, k_tile);
+  stage_rows<Element, VTile>(dv, k_share, v_tile);
   __syncthreads();
-  if constexpr (PARTS & 1)
-    RWide::store<VECTOR>(Slice(KEYS ? p.dk : p.dq, batch, head), wide_tile, row0, rows, p.d);
-  if constexpr (PARTS & 2)
-    RValue::store<VECTOR>(Slice(p.dv, batch, head), value_tile, row0, rows, p.v_width);
+  KTile::store<VECTOR>(Slice(p.dk, batch, head), k_tile, k0, p.sk, p.d);
+  VTile::store<VECTOR>(Slice(p.dv, batch, head), v_tile, k0, p.sk, p.v_width);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) store_dq(const Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  const unsigned tile = shared_address(memory);
+  const int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, q0 = blockIdx.x % tiles * BLOCK_Q;
+  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
+  const float* part = dq_part(p, batch, head, q0);
+  float dq[kQm][kQn][4];
+#pragma unroll
+  for (int m = 0; m < kQm; ++m)
+#pragma unroll
+    for (int n = 0; n < kQn; ++n) load_fragment(dq[m][n], part + (m * kQn + n) * 128);
+  scale_by(dq, static_cast<float>(p.scale));
+  stage_rows<Element, QTile>(dq, QShare(), tile);
+  __syncthreads();
+  QTile::store<VECTOR>(Slice(p.dq, batch, head), tile, q0, p.sq, p.d);
 }

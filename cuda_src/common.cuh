@@ -118,6 +118,55 @@ DEVICE uint4 load_shared16(unsigned address) {
   return x;
 }
 
+// --- global memory that blocks add to in turns
+
+// The four numbers of each lane of a warp, 512 bytes; nothing else knows in which order they lie.
+// Added where they are, in L2, and nobody waits for it.
+DEVICE void add_fragment(float* to, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + threadIdx.x % 32 * 4),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+      : "memory");
+#else
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + e * 32 + threadIdx.x % 32),
+                 "f"(x[e])
+                 : "memory");
+#endif
+}
+
+DEVICE void load_fragment(float (&x)[4], const float* from) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+#if __CUDA_ARCH__ >= 900
+    x[e] = from[threadIdx.x % 32 * 4 + e];
+#else
+    x[e] = from[e * 32 + threadIdx.x % 32];
+#endif
+}
+
+// Counters. Whoever acquires a count, or has a fence after reading it, comes after all that lay
+// before the fence of the one who counted.
+DEVICE int load_relaxed(const int* from) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+DEVICE int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+
+DEVICE void count_up(int* counter) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // --- matrix product: c (16 x 8, float) += a (16 x 16) b (16 x 8)
 
 template <class T>

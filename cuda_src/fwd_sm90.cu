@@ -45,6 +45,10 @@ struct Work {
   DEVICE Work(const Params& p, int index) {
     int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, heads = p.heads;
     asm volatile("" : "+r"(tiles), "+r"(heads));  // else their reciprocals are kept in registers
+    if (index >= p.batch * heads * tiles) {
+      head = batch = k_begin = blocks = 0, q0 = -1;
+      return;
+    }
     const int first = index / (p.section * tiles) * p.section;
     const int together = min(p.section, p.batch * heads - first);
     const int rank = (index - first * tiles) / together;
@@ -159,7 +163,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const int count = p.batch * p.heads * ((p.sq + BLOCK_Q - 1) / BLOCK_Q);
   // Numbers of the query tile and of the key block in this block's life.
   unsigned job = 0, turn = 0;
 
@@ -167,8 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_lower<kCopyingRegisters>();
     if (threadIdx.x > kComputing) return;
     for (int index = blockIdx.x;;) {
-      Work work(p, min(index, count - 1));
-      if (index >= count) work.q0 = -1, work.blocks = 0;
+      const Work work(p, index);
       const int blocks = work.blocks;
       const int kv_head = work.head / p.group, slot = job % Q_STAGES;
       // From the last key block to the first: a ragged end comes when all is still to do. K goes
@@ -196,9 +198,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                       row + BLOCK_K, kv_head, work.batch);
         }
       }
-      if (index >= count) return;
+      if (work.q0 < 0) return;
       turn += blocks, ++job;
-      index = gridDim.x + (p.counter ? atomicAdd(p.counter, 1) : index);
+      index = gridDim.x + (p.counters ? atomicAdd(p.counters, 1) : index);
     }
   }
   registers_raise<kComputingRegisters>();

@@ -70,9 +70,6 @@ DEVICE void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Ordinary accesses to shared memory before, tensor copies and products after.
-DEVICE void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // --- registers of a warpgroup
 
 template <int kRegisters>

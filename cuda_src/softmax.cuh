@@ -115,17 +115,18 @@ struct OnlineSoftmax {
     return __any_sync(~0u, some);
   }
 
-  // Whether every row of the warp has seen something, and no maximum is far: then exponentials may
-  // be tried without `raise`, and where they are `calm` they are what they would be with it.
+  // Whether this thread's rows have seen something, and no maximum of the warp is far: where that
+  // holds for all, exponentials may be tried without `raise`, and where they are `calm` they are
+  // what they would be with it.
   DEVICE bool settled(float unit) const {
-    bool all = true;
+    bool all = !far(unit);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) all &= max[m][r] != -kInfinity;
-    return __all_sync(~0u, all) && !far(unit);
+    return all;
   }
-  DEVICE bool calm() const {  // for this thread
+  DEVICE bool calm() const {  // this thread's rows
     bool all = true;
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m)

@@ -1,5 +1,5 @@
 // A tile of 16-bit elements in shared memory, laid out so that ldmatrix and 16-byte copies meet no
-// bank conflict: slabs of 64 columns (32 where the width is no multiple of 64), rows of a slab
+// bank conflict: slabs of 64 columns (32 or 16 where the width is no multiple), rows of a slab
 // back to back, and the 16-byte groups of a row permuted by its number.
 #pragma once
 #include "common.cuh"
@@ -11,7 +11,7 @@ using Slice = Head<unsigned short>;  // elements as bits
 template <int kTileRows, int kTileWidth, int kThreads>
 struct Tile {
   static constexpr int kRows = kTileRows, kWidth = kTileWidth;
-  static constexpr int kSlab = kWidth % 64 == 0 ? 64 : 32;
+  static constexpr int kSlab = kWidth % 64 == 0 ? 64 : kWidth % 32 == 0 ? 32 : 16;
   static constexpr int kGroups = kSlab / 8;  // of 16 bytes, in a row of a slab
   static constexpr int kSlabBytes = kRows * kSlab * 2;
   // Copies: a thread keeps its group of columns and steps down the rows.
@@ -27,28 +27,13 @@ struct Tile {
   // Of the 16-byte group g (8 columns) of a row. Eight consecutive rows lie in eight different
   // sets of four banks.
   static DEVICE unsigned address(unsigned tile, int row, int g) {
-    const int flip = kSlab == 64 ? row % 8 : row / 2 % 4;
+    const int flip = row / (8 / kGroups) % kGroups;
     return tile + g / kGroups * kSlabBytes + row * kSlab * 2 + ((g % kGroups) ^ flip) * 16;
   }
 
-  // Where this lane reads its row of the 16 x 16 part at the tile's origin, in the three ways that
-  // fragments are loaded; `part` moves on from there. One register serves a whole row of parts.
-  // A operand: the warp's rows of the tile.
-  static DEVICE unsigned a_origin(unsigned tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    return address(tile, warp * (kRows / (kThreads / 32)) + lane % 16, lane / 16);
-  }
-  // Two B operands, the tile's rows being columns of the product.
-  static DEVICE unsigned b_origin(unsigned tile) {
-    const int lane = threadIdx.x % 32;
-    return address(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  }
-  // The same for load_matrices_transposed: the tile's rows being summed over.
-  static DEVICE unsigned bt_origin(unsigned tile) {
-    const int lane = threadIdx.x % 32;
-    return address(tile, lane % 16, lane / 16);
-  }
-  // Rows 16 i .., columns 16 j ..: two 16-byte groups further is one bit flipped.
+  // From an address in the 16 x 16 block at the tile's origin to the same place in block (i, j):
+  // rows 16 i .., columns 16 j ..; two 16-byte groups further is one bit flipped. One register
+  // serves a whole row of blocks.
   static DEVICE unsigned part(unsigned origin, int i, int j) {
     return (origin ^ j % (kSlab / 16) * 32) + j / (kSlab / 16) * kSlabBytes + i * 16 * kSlab * 2;
   }
@@ -125,84 +110,182 @@ DEVICE void mma_pair(float (&c)[kM][kN][4], int n, const unsigned (&a)[kM][4],
   }
 }
 
+// One side of a product, as a warp reads it from a tile: 16 x 16 blocks, from `first` in steps of
+// kStep. kLeft: they are rows of the product; else columns. kOver: the tile's rows are summed over,
+// and its columns are rows or columns of the product; else the other way round.
+template <class TheTile, bool kLeft, int kStep, bool kOver>
+struct Side {
+  static constexpr int kDepth = (kOver ? TheTile::kRows : TheTile::kWidth) / 16;
+  unsigned origin;  // where this lane reads its row of 8 x 8 matrices
+
+  DEVICE Side(unsigned tile, int first) {
+    // Of four matrices the second is eight rows down or eight columns to the right.
+    const int lane = threadIdx.x % 32;
+    const int row = kLeft != kOver ? lane % 16 : lane / 16 * 8 + lane % 8;
+    const int group = kLeft != kOver ? lane / 16 : lane / 8 % 2;
+    origin = kOver ? TheTile::address(tile, row, group + 2 * first)
+                   : TheTile::address(tile, row + 16 * first, group);
+  }
+  DEVICE void load(unsigned (&r)[4], int i, int k) const {
+    if constexpr (kOver)
+      load_matrices_transposed(r, TheTile::part(origin, k, i * kStep));
+    else
+      load_matrices(r, TheTile::part(origin, i * kStep, k));
+  }
+};
+
+template <class TheTile, int kStep, bool kOver = false>
+DEVICE Side<TheTile, true, kStep, kOver> rows_of(unsigned tile, int first) {
+  return {tile, first};
+}
+template <class TheTile, int kStep, bool kOver = false>
+DEVICE Side<TheTile, false, kStep, kOver> columns_of(unsigned tile, int first) {
+  return {tile, first};
+}
+
+// c += A B; of B's columns from the warp's block n0 on.
+template <class T, class A, class B, int kM, int kN>
+DEVICE void product(float (&c)[kM][kN][4], const A& a, const B& b, int n0 = 0) {
+  static_assert(A::kDepth == B::kDepth, "A and B do not fit");
+#pragma unroll
+  for (int k = 0; k < A::kDepth; ++k) {
+    unsigned x[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a.load(x[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      unsigned y[4];
+      b.load(y, n0 + n, k);
+      mma_pair<T>(c, n, x, y);
+    }
+  }
+}
+
 // c = A B^T, over the widths of the tiles; the warp's rows of A, all rows of B.
 template <class T, class ATile, class BTile, int kM, int kN>
 DEVICE void multiply(float (&c)[kM][kN][4], unsigned a_tile, unsigned b_tile) {
   clear(c);
-  const unsigned a_origin = ATile::a_origin(a_tile), b_origin = BTile::b_origin(b_tile);
-#pragma unroll
-  for (int i = 0; i < ATile::kWidth / 16; ++i) {
-    unsigned a[kM][4];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) load_matrices(a[m], ATile::part(a_origin, m, i));
-#pragma unroll
-    for (int n = 0; n < kN / 2; ++n) {
-      unsigned b[4];
-      load_matrices(b, BTile::part(b_origin, n, i));
-      mma_pair<T>(c, n, a, b);
-    }
-  }
+  product<T>(c, rows_of<ATile, 1>(a_tile, threadIdx.x / 32 * kM), columns_of<BTile, 1>(b_tile, 0));
 }
 
 // c += P B. The accumulators p of an earlier product, rounded, are A fragments as they lie.
 template <class T, class BTile, int kM, int kN, int kP>
 DEVICE void accumulate(float (&c)[kM][kN][4], const float (&p)[kM][kP][4], unsigned b_tile) {
-  const unsigned b_origin = BTile::bt_origin(b_tile);
+  const auto b = columns_of<BTile, 1, true>(b_tile, 0);
 #pragma unroll
   for (int i = 0; i < kP / 2; ++i) {
-    unsigned a[kM][4];
+    unsigned x[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const float (&two)[4] = p[m][2 * i + r / 2];
-        a[m][r] = pack<T>(two[r % 2 * 2], two[r % 2 * 2 + 1]);
+        x[m][r] = pack<T>(two[r % 2 * 2], two[r % 2 * 2 + 1]);
       }
 #pragma unroll
     for (int n = 0; n < kN / 2; ++n) {
-      unsigned b[4];
-      load_matrices_transposed(b, BTile::part(b_origin, i, n));
-      mma_pair<T>(c, n, a, b);
+      unsigned y[4];
+      b.load(y, n, i);
+      mma_pair<T>(c, n, x, y);
     }
   }
 }
 
 // Where a fragment lies in its tile: the row of half r of 16-row tile m, and the column of
-// element 0 of 8-column tile 0 (element e of n-tile n: + 8 n + e).
+// element 0 of 8-column tile 0 (element e of n-tile n: + 8 n + e). For a warp with all columns of
+// kM 16-row tiles in a row:
 template <int kM>
 DEVICE int fragment_row(int m, int r) {
   return (threadIdx.x / 32 * kM + m) * 16 + threadIdx.x % 32 / 4 + 8 * r;
 }
 DEVICE int fragment_column() { return threadIdx.x % 4 * 2; }
 
-// Put `hidden` where a row does not see a column. (i0, j0): the first row and column of the tile.
-template <int kM, int kN>
-DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int lo_shift,
-                       int hi_shift, float hidden) {
+template <int kM>
+struct AllColumns {
+  DEVICE int fragment_row(int m, int r) const { return ::fragment_row<kM>(m, r); }
+  DEVICE int fragment_column() const { return ::fragment_column(); }
+  static DEVICE int column_step(int n) { return n * 8; }
+};
+
+// The same where 16 x 16 blocks are dealt in turn to a grid of kRowWarps x kColumnWarps warps:
+// block (m, n) of this warp is (m * kRowWarps + row, n * kColumnWarps + column) of the tile.
+template <int kRows, int kColumns>
+struct Share {
+  static constexpr int kRowWarps = kRows, kColumnWarps = kColumns;
+  const int row = threadIdx.x / 32 / kColumns, column = threadIdx.x / 32 % kColumns;
+
+  DEVICE int fragment_row(int m, int r) const {
+    return (m * kRows + row) * 16 + threadIdx.x % 32 / 4 + 8 * r;
+  }
+  DEVICE int fragment_column() const { return column * 16 + threadIdx.x % 4 * 2; }
+  static DEVICE int column_step(int n) { return n / 2 * kColumns * 16 + n % 2 * 8; }
+};
+
+// Put `hidden` where row i does not see a column: one outside seen(i). (i0, j0): the first row and
+// column of the tile.
+template <int kM, int kN, class TheShare, class Seen>
+DEVICE void apply_mask(float (&c)[kM][kN][4], const TheShare& share, int i0, int j0, float hidden,
+                       Seen seen) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Bounds seen = k_bounds(i0 + fragment_row<kM>(m, r), columns, lo_shift, hi_shift);
-      const int lo = seen.lo - j0 - fragment_column(), hi = seen.hi - j0 - fragment_column();
+      const Bounds bounds = seen(i0 + share.fragment_row(m, r));
+      const int j = j0 + share.fragment_column(), lo = bounds.lo - j, hi = bounds.hi - j;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (n * 8 + e < lo || n * 8 + e >= hi) c[m][n][2 * r + e] = hidden;
+        for (int e = 0; e < 2; ++e) {
+          const int step = share.column_step(n) + e;
+          if (step < lo || step >= hi) c[m][n][2 * r + e] = hidden;
+        }
     }
   }
 }
+template <int kM, int kN>
+DEVICE void apply_mask(float (&c)[kM][kN][4], int i0, int j0, int columns, int lo_shift,
+                       int hi_shift, float hidden) {
+  apply_mask(c, AllColumns<kM>(), i0, j0, hidden,
+             [=](int i) { return k_bounds(i, columns, lo_shift, hi_shift); });
+}
 
-// Rows of c, each times a factor, rounded into the tile in shared memory: the warp's own rows.
-template <class T, class OTile, int kM, int kN>
-DEVICE void stage_rows(const float (&c)[kM][kN][4], const float (&factor)[kM][2], unsigned tile) {
+template <int kM, int kN>
+DEVICE void scale_by(float (&c)[kM][kN][4], float factor) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
-        store_shared(OTile::address(tile, fragment_row<kM>(m, r), n) + 2 * fragment_column(),
-                     pack<T>(c[m][n][2 * r] * factor[m][r], c[m][n][2 * r + 1] * factor[m][r]));
+      for (int e = 0; e < 4; ++e) c[m][n][e] *= factor;
+}
+
+// c, rounded into the tile in shared memory.
+template <class T, class TheTile, int kM, int kN, class TheShare>
+DEVICE void stage_rows(const float (&c)[kM][kN][4], const TheShare& share, unsigned tile) {
+  const int column = share.fragment_column();
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const unsigned origin =
+          TheTile::address(tile, share.fragment_row(m, r), column / 8) + column % 8 * 2;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int step = share.column_step(n);
+        store_shared(TheTile::part(origin, 0, step / 16) ^ step % 16 * 2,
+                     pack<T>(c[m][n][2 * r], c[m][n][2 * r + 1]));
+      }
+    }
+}
+// The same with a factor for each row.
+template <class T, class TheTile, int kM, int kN>
+DEVICE void stage_rows(const float (&c)[kM][kN][4], const float (&factor)[kM][2], unsigned tile) {
+  float scaled[kM][kN][4];
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scaled[m][n][e] = c[m][n][e] * factor[m][e / 2];
+  stage_rows<T, TheTile>(scaled, AllColumns<kM>(), tile);
 }

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), five pointers, sizes, numbers.
-PARAMS = struct.Struct("45q10i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
+PARAMS = struct.Struct("46q10i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -33,7 +33,9 @@ class Tiles(NamedTuple):
     resident: int
     streamed: int
     warps: int
-    stages: int = 2  # of the streamed tiles in a 16-bit backward pass; elsewhere one of each
+    # Of a 16-bit backward pass; elsewhere there is one buffer, and warps share no rows.
+    stages: int = 2
+    across: int = 1  # how many of the warps divide streamed rows among them; the others, resident
 
 
 class HopperTiles(NamedTuple):
@@ -45,16 +47,16 @@ class HopperTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of the forward kernel, of the pass for dK and dV, and of the pass for dQ."""
+    """Tiles of the forward and of the backward kernel."""
 
     forward: Tiles | HopperTiles
-    backward_kv: Tiles
-    backward_q: Tiles
+    backward: Tiles
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
-# taken. The last of a row fits 48 KiB, so every GPU. TFLOP/s: bfloat16 on an H200, 2 x 16 heads,
-# S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in docs/kernels.md.
+# taken. The last of a row fits 64 KiB (forward 48), so every GPU. TFLOP/s: bfloat16 on an H200,
+# 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
+# docs/kernels.md.
 _FORWARD_16 = {
     64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
@@ -69,19 +71,20 @@ FORWARD_HOPPER = {
     192: HopperTiles(128, 80),
     256: HopperTiles(128, 64),  # 819, cuDNN 736; 785 with 80
 }
-# Both passes together: 228 at 64 (FlashAttention-2 262), 257 at 128 (288), 165 at 256 (251).
-_BACKWARD_KV_16 = {
-    64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
-    128: [Tiles(64, 64, 4), Tiles(32, 32, 2), Tiles(32, 16, 2)],
-    192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
-    256: [Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
-}
-_BACKWARD_Q_16 = {
-    64: [Tiles(128, 32, 4), Tiles(64, 32, 4)],
-    128: [Tiles(128, 32, 4), Tiles(64, 32, 4), Tiles(32, 16, 2)],
-    192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
-    256: [Tiles(128, 32, 8), Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
-}
+_BACKWARD_16 = {
+    64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
+    128: [
+        Tiles(128, 64, 8, 3, 2),  # 319, FlashAttention-2 290
+        Tiles(128, 64, 8, 2, 2),  # 307
+        Tiles(64, 32, 4, 3, 2), Tiles(32, 32, 4, 1, 2),  # 200, 123
+    ],
+    192: [Tiles(64, 64, 8, 2, 4), Tiles(32, 32, 4, 2, 2), Tiles(32, 32, 4, 1, 2)],  # 231, 105
+    256: [
+        Tiles(64, 64, 8, 2, 4),  # 260, FlashAttention-2 250
+        Tiles(64, 64, 8, 1, 4),  # 226
+        Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
+    ],
+}  # fmt: skip
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow; streamed is also
 # the number of columns of a slice.
 _FORWARD_32 = {
@@ -97,13 +100,8 @@ _64 = {64: [Tiles(64, 32, 4)], 256: [Tiles(64, 32, 8)]}
 FORWARD = {
     "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _64,
 }  # fmt: skip
-BACKWARD_KV = {
-    "float16": _BACKWARD_KV_16, "bfloat16": _BACKWARD_KV_16,
-    "float32": _BACKWARD_32, "float64": _64,
-}  # fmt: skip
-BACKWARD_Q = {
-    "float16": _BACKWARD_Q_16, "bfloat16": _BACKWARD_Q_16,
-    "float32": _BACKWARD_32, "float64": _64,
+BACKWARD = {
+    "float16": _BACKWARD_16, "bfloat16": _BACKWARD_16, "float32": _BACKWARD_32, "float64": _64,
 }  # fmt: skip
 
 
@@ -139,22 +137,62 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
 
 
 @functools.lru_cache(4096)
-def backward_variant(
-    step: str, problem: Problem, tiles: Tiles, vector: bool, parts: int = 1
-) -> Variant:
-    """`step`: "delta", "kv" (its `parts`: dK 1, dV 2, both 3) or "q"."""
-    file = "bwd_simt" if problem.dtype in REALS else "bwd_sm80"
-    entry = "row_delta" if step == "delta" else file
-    macros = {"KEYS": int(step == "kv"), "PARTS": parts}
-    if problem.dtype in REALS:
-        return _simt_variant(file, entry, problem, tiles, vector, macros)
-    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
-    resident = _tile_bytes(tiles.resident, d) + _tile_bytes(tiles.resident, dv)
-    stage = _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
-    rows_bytes = 2 * 4 * tiles.streamed  # lse and delta of the streamed rows
-    shared = resident + tiles.stages * stage + _rounded_up(tiles.stages * rows_bytes, 1024)
-    rows = {"BLOCK_R": tiles.resident, "BLOCK_S": tiles.streamed, "STAGES": tiles.stages}
-    return _16_bit_variant(file, entry, problem, tiles, vector, macros | rows, shared)
+def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[Variant, int]]:
+    """What a backward pass launches: kernels, and of how many blocks."""
+    steps = _simt_steps if problem.dtype in REALS else _sm80_steps
+    return steps(problem, tiles, vector)
+
+
+def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    def step(entry, keys=0, parts=1):
+        macros = {"KEYS": keys, "PARTS": parts}
+        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
+
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
+    # Of dK (1) and dV (2): wide ones do not fit at once.
+    together = 64 if problem.dtype == "float32" else 0
+    parts_of_kv = (3,) if max(problem.d, problem.dv) <= together else (1, 2)
+    return [
+        (step("row_delta"), -(-heads * problem.sq // 8)),
+        *((step("bwd_simt", 1, parts), heads_kv * k_blocks) for parts in parts_of_kv),
+        (step("bwd_simt"), heads * q_blocks),
+    ]
+
+
+def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    keys, queries = tiles.resident, tiles.streamed
+    d, dv = _backward_width(problem.d, tiles), _backward_width(problem.dv, tiles)
+    stage = _tile_bytes(queries, d) + _tile_bytes(queries, dv)
+    ds_and_p = (1 if tiles.across == 1 else 2) * _tile_bytes(queries, keys)
+    shared = _tile_bytes(keys, d) + _tile_bytes(keys, dv) + tiles.stages * stage
+    shared += (2 if tiles.stages == 3 else 1) * ds_and_p
+    shared += _rounded_up(tiles.stages * 2 * 4 * queries, 1024)  # lse and delta
+    macros = {
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "BLOCK_K": keys,
+        "BLOCK_Q": queries,
+        "WARPS_K": tiles.warps // tiles.across,
+        "WARPS_Q": tiles.across,
+        "STAGES": tiles.stages,
+    }
+
+    def step(entry):
+        return _16_bit_variant("bwd_sm80", entry, problem, tiles, vector, macros, shared)
+
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    store_dq = step("store_dq")._replace(shared_bytes=_tile_bytes(queries, d))
+    return [
+        (step("row_delta"), -(-heads * problem.sq // 8)),
+        (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
+        (store_dq, heads * -(-problem.sq // queries)),
+    ]
+
+
+def _backward_width(width: int, tiles: Tiles) -> int:
+    """Columns of a tile: warps divide them in blocks of 16."""
+    return _rounded_up(width, 16 * max(2, tiles.across))
 
 
 def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
@@ -216,31 +254,30 @@ def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
     return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 
-def parts_of(problem: Problem) -> tuple[int, ...]:
-    """What each launch of the kv pass computes, dK (1) and dV (2): wide ones do not fit at once."""
-    together = {"float32": 64, "float64": 0}.get(problem.dtype, 128)
-    return (3,) if max(problem.d, problem.dv) <= together else (1, 2)
-
-
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
     width = max(problem.d, problem.dv)
-    if capability < 80:
-        shared_limit = 48 * KIB  # the larger tiles spill there, as half the products need two steps
+    # Larger forward tiles spill on Turing, where half the products need two steps.
+    forward_limit = min(shared_limit, 48 * KIB) if capability < 80 else shared_limit
 
-    def first(tables, variant):
+    def first(tables, shared_bytes, limit):
         table = tables[problem.dtype]
         rows = next(rows for w, rows in table.items() if w >= width)
-        return next(t for t in rows if variant(t).shared_bytes <= shared_limit)
+        return next(tiles for tiles in rows if shared_bytes(tiles) <= limit)
+
+    def forward_bytes(tiles):
+        return forward_variant(problem, tiles, True).shared_bytes
+
+    def backward_bytes(tiles):
+        return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
     if capability == 90 and problem.dtype in ELEMENTS:
         forward = next(t for w, t in FORWARD_HOPPER.items() if w >= width)
     else:
-        forward = first(FORWARD, lambda t: forward_variant(problem, t, True))
+        forward = first(FORWARD, forward_bytes, forward_limit)
     return Config(
         forward,
-        first(BACKWARD_KV, lambda t: backward_variant("kv", problem, t, True)),
-        first(BACKWARD_Q, lambda t: backward_variant("q", problem, t, True)),
+        first(BACKWARD, backward_bytes, shared_limit),
     )
 
 
@@ -283,7 +320,7 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
         return
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    _launch(plan, pointers, (lse.data.ptr,))
+    _launch(plan, pointers, [lse.data.ptr])
 
 
 def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
@@ -305,7 +342,7 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
     maps = _tensor_maps(problem, tiles, layout[0][:3], *pointers[:3])
-    rows = lse.data.ptr, 0, 0, 0, counter.data.ptr if counter is not None else 0
+    rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, maps)
 
 
@@ -385,9 +422,21 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     lse_log2_and_delta = cupy.ndarray((2, *lse.shape), problem.compute)
     lse_log2 = lse_log2_and_delta.data.ptr
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    plan = _backward_plan(q.data.device_id, problem, config, *layout)
-    rows = lse.data.ptr, 0 if dlse is None else dlse.data.ptr, lse_log2, lse_log2 + lse.nbytes
+    plan = _backward_plan(q.data.device_id, problem, config.backward, *layout)
+    rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr, lse_log2, lse_log2 + lse.nbytes]
+    if problem.dtype in ELEMENTS:
+        sums, turns = sums_and_turns(problem, config.backward)
+        zeros = cupy.ndarray(sums + turns, cupy.float32)
+        zeros.data.memset_async(0, zeros.nbytes)
+        rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums]
     _launch(plan, pointers, rows)
+
+
+def sums_and_turns(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
+    q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
+    width = _backward_width(problem.d, tiles)
+    return q_tiles * tiles.streamed * width, q_tiles * tiles.warps  # a turn is a tile or more
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
@@ -417,18 +466,10 @@ def _forward_plan(
 
 
 @functools.lru_cache(4096)
-def _backward_plan(device, problem: Problem, config: Config, strides, aligned: bool) -> Plan:
+def _backward_plan(device, problem: Problem, tiles: Tiles, strides, aligned: bool) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
-    rows = problem.batch * problem.heads * problem.sq
-    variants = [(backward_variant("delta", problem, config.backward_q, vector), -(-rows // 8))]
-    tiles = -(-problem.sk // config.backward_kv.resident)
-    for parts in parts_of(problem):
-        kv = backward_variant("kv", problem, config.backward_kv, vector, parts)
-        variants.append((kv, problem.batch * problem.heads_kv * tiles))
-    tiles = -(-problem.sq // config.backward_q.resident)
-    q = backward_variant("q", problem, config.backward_q, vector)
-    variants.append((q, problem.batch * problem.heads * tiles))
-    return Plan(_template(problem, strides), _loaded(device, variants))
+    steps = backward_steps(problem, tiles, vector)
+    return Plan(_template(problem, strides), _loaded(device, steps))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
@@ -454,7 +495,7 @@ def _section(p: Problem) -> int:
 
 def _template(p: Problem, strides: tuple) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (45 - len(words))
+    words += [0] * (46 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, _section(p)
     return array.array("q", PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0))
 
@@ -486,7 +527,7 @@ def _by_address() -> Any:
     return CPointer
 
 
-def _launch(plan: Plan, pointers: list[int], rows: tuple[int, ...], maps: Any = None) -> None:
+def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: Any = None) -> None:
     params = plan.template[:]
     for i, pointer in enumerate(pointers):
         params[5 * i] = pointer

@@ -7,6 +7,7 @@ struct BFloat16 {};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 inline unsigned bits_of(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float float_of(unsigned x) { return __builtin_bit_cast(float, x); }
@@ -51,16 +52,48 @@ template <class T>
 T& shared(unsigned address) {
   return *reinterpret_cast<T*>(memory + address);
 }
-inline void copy16(unsigned to, const void* from, bool valid) {
-  shared<uint4>(to) = valid ? *static_cast<const uint4*>(from) : uint4{};
+// Copies arrive as late as they may: when they are waited for, having been committed.
+struct Copy {
+  unsigned to;
+  const void* from;
+  int bytes;
+};
+inline thread_local std::vector<Copy> begun, committed;
+inline void begin_copy(unsigned to, const void* from, int bytes, bool valid) {
+  std::memset(memory + to, 0xff, bytes);  // NaN until then
+  begun.push_back({to, valid ? from : nullptr, bytes});
+  ++copies_left;
 }
-inline void copy4(unsigned to, const void* from, bool valid) {
-  shared<unsigned>(to) = valid ? *static_cast<const unsigned*>(from) : 0;
+inline void copy16(unsigned to, const void* from, bool valid) { begin_copy(to, from, 16, valid); }
+inline void copy4(unsigned to, const void* from, bool valid) { begin_copy(to, from, 4, valid); }
+inline void copies_commit() {
+  committed.insert(committed.end(), begun.begin(), begun.end());
+  begun.clear();
 }
-inline void copies_commit() {}
-inline void copies_wait() {}
+inline void copies_wait() {
+  for (const Copy& copy : committed) {
+    if (copy.from)
+      std::memcpy(memory + copy.to, copy.from, copy.bytes);
+    else
+      std::memset(memory + copy.to, 0, copy.bytes);
+  }
+  copies_left -= committed.size();
+  committed.clear();
+}
 inline void store_shared(unsigned address, unsigned x) { shared<unsigned>(address) = x; }
 inline uint4 load_shared16(unsigned address) { return shared<uint4>(address); }
+
+// Blocks run one after another here, and never wait.
+inline void add_fragment(float* to, const float (&x)[4]) {
+  for (int e = 0; e < 4; ++e) to[e * 32 + threadIdx.x % 32] += x[e];
+}
+inline void load_fragment(float (&x)[4], const float* from) {
+  for (int e = 0; e < 4; ++e) x[e] = from[e * 32 + threadIdx.x % 32];
+}
+inline int load_relaxed(const int* from) { return *from; }
+inline int load_acquire(const int* from) { return *from; }
+inline void count_up(int* counter) { ++*counter; }
+inline void fence() {}
 
 // Lane i gets row i / 4, columns 2 (i % 4) and the next, of each matrix; transposed: column and
 // rows.

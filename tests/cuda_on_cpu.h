@@ -1,10 +1,16 @@
-// Enough of CUDA to run the kernels on CPU threads: one thread each, a block at a time.
+// Enough of CUDA to run the kernels on CPU threads: one thread each, a block at a time. `launch`
+// returns how many copies to shared memory nobody waited for.
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 using std::exp, std::log, std::max, std::min, std::tanh;
@@ -13,6 +19,7 @@ using std::exp, std::log, std::max, std::min, std::tanh;
 #define __global__
 #define __shared__
 #define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 
@@ -20,7 +27,8 @@ struct Dim {
   int x = 0;
 };
 inline thread_local Dim threadIdx, blockIdx;
-inline Dim blockDim;
+inline Dim blockDim, gridDim;
+inline std::atomic<int> copies_left;        // begun, and not waited for
 alignas(1024) inline char memory[1 << 18];  // shared memory
 inline std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[32];
 
@@ -43,15 +51,20 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int lanes) {
   return with_lanes(value, [=](T* warp) { return warp[threadIdx.x % 32 ^ lanes]; });
 }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return with_lanes(value, [=](T* warp) { return warp[lane]; });
+}
+inline int atomicAdd(int* to, int x) { return std::exchange(*to, *to + x); }
 inline bool __any_sync(unsigned, bool value) {
   return with_lanes(value,
                     [](bool* warp) { return std::any_of(warp, warp + 32, std::identity{}); });
 }
 inline float __fdividef(float x, float y) { return x / y; }
 
-template <class Kernel, class Params>
-void launch(Kernel kernel, int grid, int block, const Params& params) {
-  blockDim.x = block;
+template <class Kernel, class... Args>
+int launch(Kernel kernel, int grid, int block, const Args&... args) {
+  blockDim.x = block, gridDim.x = grid;
   for (int b = 0; b < grid; ++b) {
     block_barrier = std::make_unique<std::barrier<>>(block);
     for (int w = 0; w < block / 32; ++w) warp_barriers[w] = std::make_unique<std::barrier<>>(32);
@@ -59,8 +72,9 @@ void launch(Kernel kernel, int grid, int block, const Params& params) {
     for (int t = 0; t < block; ++t)
       threads.emplace_back([&, t] {
         threadIdx.x = t, blockIdx.x = b;
-        kernel(params);
+        kernel(args...);
       });
     for (auto& thread : threads) thread.join();
   }
+  return copies_left.exchange(0);
 }

@@ -13,7 +13,7 @@ from cuflash.problem import Problem
 pytestmark = pytest.mark.gpu
 
 
-TABLES = (cuda_backend.FORWARD, cuda_backend.BACKWARD_KV, cuda_backend.BACKWARD_Q)
+TABLES = (cuda_backend.FORWARD, cuda_backend.BACKWARD)
 
 
 def configs():
@@ -74,7 +74,7 @@ def test_more_batch_entries_or_heads_than_a_grid_axis_holds(shape):
 
 
 def test_extra_memory():
-    # Forward: lse. Backward: lse in base 2 and delta; nothing of size S x S, nothing the size of q.
+    # Forward: lse. Backward: lse in base 2, delta and dQ in float32; nothing of size S x S.
     import cupy
 
     s, d = 32768, 64
@@ -92,7 +92,7 @@ def test_extra_memory():
     assert peak_bytes(lambda: flash_attention(q, q, q)) <= matrix + rows + slack
     out, lse = flash_attention(q, q, q, return_lse=True)
     grad = peak_bytes(lambda: flash_attention_grad(q, q, q, q, out, lse))
-    assert grad <= 3 * matrix + 2 * rows + slack
+    assert grad <= 3 * matrix + 2 * rows + 2 * matrix + slack
 
 
 def test_graph_capture():

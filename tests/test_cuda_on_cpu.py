@@ -1,7 +1,7 @@
 """The CUDA kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
 
-`cuda_on_cpu.h` stands for CUDA, and `common_on_cpu.cuh` for the PTX of `common.cuh`; all else is
-what NVRTC gets.
+`cuda_on_cpu.h` stands for CUDA, `common_on_cpu.cuh` and `hopper_on_cpu.cuh` for the PTX of
+`common.cuh` and `hopper.cuh`; all else is what NVRTC gets.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import Run, case, dtype_of
+from cases import Run, case, dtype_of, normal
 
 from cuflash import _compile, api, cuda_backend
-from cuflash.cuda_backend import Config, Tiles
+from cuflash.cuda_backend import Config, HopperTiles, Tiles
 
 HERE = Path(__file__).parent
 
@@ -33,7 +33,8 @@ def compiler(tmp_path_factory):
     if compiler is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs g++ with C++20 to run CUDA sources on the CPU")
     shutil.copytree(_compile.SOURCES, folder / "src")
-    shutil.copy(HERE / "common_on_cpu.cuh", folder / "src" / "common.cuh")
+    for name in ("common", "hopper"):
+        shutil.copy(HERE / f"{name}_on_cpu.cuh", folder / "src" / f"{name}.cuh")
     return compiler, folder
 
 
@@ -45,10 +46,12 @@ def compiled(compiler, variant):
         source = _compile._inlined(variant.file, set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "", source)
     program = folder / f"{abs(hash(variant))}.cpp"
+    maps = ("const TensorMaps* maps", "*maps") if variant.entry == "fwd_sm90" else ()
+    parameters = ", ".join(("int grid, int block, const Params* params", *maps[:1]))
+    arguments = ", ".join((variant.entry, "grid, block, *params", *maps[1:]))
     program.write_text(
         f'#include "{HERE / "cuda_on_cpu.h"}"\n{source}\n'
-        'extern "C" void run(int grid, int block, const Params* params) '
-        f"{{ launch({variant.entry}, grid, block, *params); }}\n"
+        f'extern "C" int run({parameters}) {{ return launch({arguments}); }}\n'
     )
     library = program.with_suffix(".so")
     # With multiplication and addition in one step, as on a GPU.
@@ -65,7 +68,12 @@ def on_cpu(compiler, monkeypatch):
 
     def kernel(device, variant):
         run = compiled(compiler, variant)
-        return lambda grid, block, args, shared_mem: run(grid[0], block[0], *args)
+
+        def launch(grid, block, args, shared_mem):
+            left = run(grid[0], block[0], *args)
+            assert left == 0, f"{variant.entry} does not wait for {left} copies"
+
+        return launch
 
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
     monkeypatch.setattr(cuda_backend, "_by_address", lambda: ctypes.c_void_p)
@@ -100,17 +108,21 @@ CASES = [
     (case(40, 37, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", causal=True),
      Tiles(32, 16, 1)),
     (case(37, 50, d=64, dv=96, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
-          layout="contiguous", softcap=2.0), Tiles(32, 32, 2)),
+          layout="contiguous", softcap=2.0), Tiles(32, 32, 2, 2, 2)),
     (case(50, 33, d=32, dv=64, batch=2, heads=1, heads_kv=1, dtype="bfloat16", layout="bshd",
           window=(9, 3), scale=-0.4), Tiles(32, 16, 2, 1)),
     (case(20, 30, d=136, dv=24, batch=1, heads=1, heads_kv=1, dtype="float16",
           layout="contiguous"), Tiles(16, 16, 1)),
+    (case(290, 130, d=64, dv=64, batch=1, heads=4, heads_kv=2, dtype="float16", causal=True,
+          layout="contiguous", window=(90, None)), Tiles(64, 32, 4, 3, 2)),
+    (case(17, 140, d=32, dv=32, batch=2, heads=17, heads_kv=17, dtype="float16", window=(5, 3),
+          layout="contiguous"), Tiles(64, 32, 4)),
 ]  # fmt: skip
 
 
 def forward(backend, tiles, q, k, v, *options):
     problem, q, k, v = api.canonical(q, k, v, *options)
-    config = Config(tiles, tiles, tiles)
+    config = Config(tiles, tiles)
     out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
     lse = np.full(q.shape[:-1], np.nan, problem.compute)
     backend.forward(problem, config, *map(Device, (q, k, v, out, lse)))
@@ -132,8 +144,12 @@ def test_kernels(case, tiles, on_cpu):
     lse_log2, delta = np.full((2, *lse.shape), np.nan, problem.compute)
     operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
     pointers, layout = on_cpu._described(operands)
-    plan = on_cpu._backward_plan(0, problem, config, *layout)
-    on_cpu._launch(plan, pointers, tuple(x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)))
+    plan = on_cpu._backward_plan(0, problem, config.backward, *layout)
+    rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
+    if dtype_of(problem.dtype).itemsize == 2:
+        sums, turns = (np.zeros(n, "f4") for n in on_cpu.sums_and_turns(problem, config.backward))
+        rows += [sums.ctypes.data, turns.ctypes.data]
+    on_cpu._launch(plan, pointers, rows)
     run.check_backward((dq, dk, dv))
 
 
@@ -142,3 +158,61 @@ def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
     x = np.full((1, 1, 1, 64), 133120, dtype_of("bfloat16"))
     _, _, out, lse = forward(on_cpu, Tiles(16, 16, 1), x, x, x, None, False, None, None)
     assert (out == x).all() and lse == np.float32(133120.0**2 * 8)
+
+
+HOPPER_CASES = [
+    (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
+          causal=True), HopperTiles(192, 32)),
+    (case(70, 100, d=72, dv=8, batch=2, heads=2, heads_kv=1, dtype="bfloat16", layout="bshd",
+          softcap=2.0), HopperTiles(128, 48)),
+    (case(140, 90, d=64, dv=136, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", window=(40, 3)), HopperTiles(128, 16)),
+    (case(80, 50, d=8, dv=9, batch=1, heads=1, heads_kv=1, dtype="float16", layout="contiguous",
+          causal=True, scale=-0.4), HopperTiles(128, 32)),
+    (case(64, 400, d=16, dv=16, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", scale=20.0), HopperTiles(64, 16)),  # maxima that rise and rise
+]  # fmt: skip
+
+
+@pytest.fixture
+def hopper(on_cpu, monkeypatch):
+    """The forward of a Hopper GPU with two multiprocessors."""
+    monkeypatch.setattr(on_cpu, "_limits", lambda device: (90, 227 * 1024, 2))
+
+    def forward(tiles, q, k, v, scale=None, causal=False, window=None, softcap=None):
+        problem, q, k, v = api.canonical(q, k, v, scale, causal, window, softcap)
+        out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
+        lse = np.full(q.shape[:-1], np.nan, problem.compute)
+        counter = np.zeros(1, np.int32)
+        memory = np.zeros(3 * 16 + 8, np.int64)  # of TensorMaps as in hopper_on_cpu.cuh, aligned
+        maps = memory[-memory.ctypes.data % 64 // 8 :][: 3 * 16].reshape(3, 16)
+        boxes = tiles.resident, tiles.streamed, tiles.streamed
+        for row, x, box in zip(maps, (q, k, v), boxes, strict=True):
+            row[:5] = x.ctypes.data, *x.strides[::-1]
+            row[5:8].view(np.int32)[:5] = *x.shape[::-1], box
+        pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
+        plan = on_cpu._forward_plan(0, problem, tiles, *layout)
+        rows = [lse.ctypes.data, 0, 0, 0, 0]
+        rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
+        on_cpu._launch(plan, pointers, rows, (maps, maps.ctypes.data))
+        return out, lse
+
+    return forward
+
+
+@pytest.mark.parametrize(("case", "tiles"), HOPPER_CASES, ids=str)
+def test_hopper(case, tiles, hopper):
+    run = Run(case, np)
+    run.check_forward(*hopper(tiles, run.q, run.k, run.v, **run.options))
+
+
+def test_hopper_gives_a_head_the_same_bits_whatever_else_a_block_computes(hopper):
+    # Whether maxima are looked for depends on the tiles that a block had before.
+    q, k, v = (normal(np, 1, 6, n, 16, dtype="float16", seed=n) for n in (130, 200, 200))
+    q[:, ::2] *= 30
+    options = {"causal": True, "scale": 1.0}
+    out, lse = hopper(HopperTiles(64, 16), q, k, v, **options)
+    for h in range(6):
+        one = (x[:, h : h + 1] for x in (q, k, v))
+        alone, alone_lse = hopper(HopperTiles(64, 16), *one, **options)
+        assert (alone == out[:, h : h + 1]).all() and (alone_lse == lse[:, h : h + 1]).all()

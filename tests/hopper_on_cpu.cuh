@@ -1,0 +1,146 @@
+// What cuda_src/hopper.cuh says in PTX, said in C++ for CPU threads: the same functions. Products
+// and tensor copies are done at once; barriers count what is missing.
+#pragma once
+#include "common.cuh"
+
+// --- barriers in shared memory
+
+struct Barrier {
+  int arrivals, missing, bytes;
+  unsigned phase;
+};
+inline std::mutex barriers_mutex;
+inline std::condition_variable barriers_changed;
+inline std::map<unsigned, Barrier> barriers;
+
+inline void change(unsigned barrier, int arrivals, int bytes) {
+  std::lock_guard lock(barriers_mutex);
+  Barrier& b = barriers.at(barrier);
+  b.missing -= arrivals, b.bytes += bytes;
+  if (b.missing == 0 && b.bytes == 0) {
+    b.missing = b.arrivals, ++b.phase;
+    barriers_changed.notify_all();
+  }
+}
+inline void barrier_init(unsigned barrier, int arrivals) {
+  std::lock_guard lock(barriers_mutex);
+  barriers[barrier] = {arrivals, arrivals, 0, 0};
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(unsigned barrier) { change(barrier, 1, 0); }
+inline void barrier_expect(unsigned barrier, int bytes) { change(barrier, 1, bytes); }
+inline void barrier_wait(unsigned barrier, unsigned parity) {
+  std::unique_lock lock(barriers_mutex);
+  barriers_changed.wait(lock, [&] { return barriers.at(barrier).phase % 2 != parity; });
+}
+
+struct Named {
+  int arrived = 0;
+  unsigned generation = 0;
+  bool any = false, result = false;
+};
+inline std::mutex named_mutex;
+inline std::condition_variable named_changed;
+inline Named named[16];
+
+inline bool named_any(int name, int threads, bool so) {
+  std::unique_lock lock(named_mutex);
+  Named& n = named[name];
+  n.any |= so;
+  const unsigned generation = n.generation;
+  if (++n.arrived == threads) {
+    n.result = n.any, n.any = false, n.arrived = 0, ++n.generation;
+    named_changed.notify_all();
+  } else {
+    named_changed.wait(lock, [&] { return n.generation != generation; });
+  }
+  return n.result;
+}
+inline void named_sync(int name, int threads) { named_any(name, threads, false); }
+
+// --- tensor copies. The tests write these maps, in place of the driver's.
+
+struct alignas(64) TensorMap {
+  const char* data;
+  long long strides[4];  // bytes: column, row, head, batch
+  int sizes[4], rows;    // rows of a box; it has 64 columns
+  char unused[64];
+};
+static_assert(sizeof(TensorMap) == 128, "the size of a CUtensorMap");
+
+inline void prefetch(const TensorMap&) {}
+// Address bits 4 to 6 are flipped by bits 7 to 9.
+inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+
+inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int column, int row,
+                        int head, int batch) {
+  for (int i = 0; i < map.rows; ++i)
+    for (int j = 0; j < 64; ++j) {
+      const long long at[] = {column + j, row + i, head, batch};
+      bool inside = true;
+      const char* from = map.data;
+      for (int axis = 0; axis < 4; ++axis) {
+        inside &= 0 <= at[axis] && at[axis] < map.sizes[axis];
+        from += at[axis] * map.strides[axis];
+      }
+      shared<unsigned short>(swizzled(to + i * 128 + j * 2)) =
+          inside ? *reinterpret_cast<const unsigned short*>(from) : 0;
+    }
+  change(barrier, 0, -map.rows * 128);
+}
+
+// --- registers and products of a warpgroup
+
+template <int kRegisters>
+void registers_raise() {}
+template <int kRegisters>
+void registers_lower() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int kRunning>
+void wgmma_wait() {}
+
+inline unsigned operand(unsigned address, int slab_bytes = 16) {
+  return slab_bytes >> 4 << 16 | address >> 4;
+}
+inline float element_at(unsigned address) {
+  return to_float<ELEMENT>(shared<unsigned short>(swizzled(address)));
+}
+// Row r (of 64, or a column of b), summed index k; or transposed.
+inline float element_of(unsigned operand, int r, int k) {
+  return element_at((operand & 0x3fff) * 16 + r / 8 * 1024 + r % 8 * 128 + k * 2);
+}
+inline float transposed_element_of(unsigned operand, int r, int k) {
+  return element_at((operand & 0x3fff) * 16 + r / 64 * (operand >> 16) * 16 + k / 8 * 1024 +
+                    k % 8 * 128 + r % 64 * 2);
+}
+template <bool kTransposedB, int kN, class A>
+void product(float (&c)[kN][4], A a, unsigned b) {
+  const int lane = threadIdx.x % 32;
+  for (int n = 0; n < kN; ++n)
+    for (int e = 0; e < 4; ++e) {
+      const int column = n * 8 + lane % 4 * 2 + e % 2;
+      for (int k = 0; k < 16; ++k)
+        c[n][e] += a(e / 2, k) *
+                   (kTransposedB ? transposed_element_of(b, column, k) : element_of(b, column, k));
+    }
+}
+template <bool kTransposedB, int kN>
+void wgmma(float (&c)[kN][4], unsigned a, unsigned b, bool add) {
+  if (!add) std::memset(c, 0, sizeof(c));
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  product<kTransposedB>(c, [&](int half, int k) { return element_of(a, row + 8 * half, k); }, b);
+}
+template <bool kTransposedB, int kN>
+void wgmma(float (&c)[kN][4], const unsigned (&a)[4], unsigned b) {
+  with_lanes(Fragments{{a[0], a[1], a[2], a[3]}}, [&](Fragments* warp) {
+    const int quad = threadIdx.x % 32 / 4 * 4;
+    product<kTransposedB>(
+        c,
+        [&](int half, int k) {
+          return to_float<ELEMENT>(warp[quad + k % 8 / 2].a[half + k / 8 * 2] >> k % 2 * 16);
+        },
+        b);
+    return 0;
+  });
+}
