@@ -1,19 +1,24 @@
 // Forward for float16 and bfloat16 on Hopper: tensor copies (TMA) and wgmma.
 //
-// Grid: as many blocks as multiprocessors; each takes every gridDim-th query tile in the order that
-// struct Work gives. Of its warpgroups the last one copies: one thread keeps Q, K and V tiles
-// coming, K and V into rings of STAGES buffers, and is ahead of the others, into the next query
-// tile too. Each of the others computes 64 queries: the softmax of a key block runs beside P V of
-// the block before, and the groups take turns in issuing products, so that one's softmax runs
-// beside the products of another.
+// Grid: as many blocks as multiprocessors. Each takes query tiles in the order that struct Work
+// gives: every gridDim-th, or under a mask, where they differ, the next that nobody has. Of its
+// warpgroups the last one copies: one thread keeps Q, K and V tiles coming, K and V into rings of
+// STAGES buffers, and is ahead of the others, into the next query tile too. Each of the others
+// computes 64 queries; the softmax of a key block runs beside P V of the block before it.
 //
-//   thread       waits for                            then
-//   copying      q_empty, k_empty, v_empty            copies, which complete q_full, k_full, v_full
-//   computing    q_full, k_full, v_full               wgmma; then a lane of each warp arrives at
-//   empty named barrier 1 + w: warpgroup w may issue its products
+//   thread       waits for                      then
+//   copying      q_empty, k_empty, v_empty      copies, which complete q_full, k_full, v_full
+//   computing    q_full, k_full, v_full         products; a lane of each warp arrives at *_empty
+//   named barrier 1 + w: warpgroup w agrees on whether a maximum rose too far
+//
+// Maxima are looked for in the first key block alone; in later ones exponentials are taken with the
+// maxima as they are, and only where one of those is too large (never, on normal numbers) Q K^T is
+// computed again, and the maxima are looked for in the blocks after it too, 8 at first, then 128.
+// The bits are the same either way, as softmax.cuh says.
 //
 // Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q (64 a
-// computing warpgroup), BLOCK_K, STAGES, TRANSFORM (softmax.cuh).
+// computing warpgroup), BLOCK_K, STAGES, Q_STAGES (buffers for Q), TRANSFORM (softmax.cuh), VECTOR
+// (1: rows of `out` are 16-byte aligned 8-element groups; 0: any strides).
 // Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
 #include "hopper.cuh"
 #include "softmax.cuh"
