@@ -32,7 +32,9 @@ class Tiles(NamedTuple):
     resident: int
     streamed: int
     warps: int
-    stages: int = 2  # of the streamed tiles in a 16-bit backward pass; elsewhere one of each
+    stages: int = 2  # of the streamed tiles in a 16-bit backward pass; forward one of each
+    slice: int = 64  # on CUDA cores: columns that stream past at a time
+    whole: bool = True  # on CUDA cores: the resident rows stay in shared memory
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,22 @@ _BACKWARD_Q_16 = {
     192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
     256: [Tiles(128, 32, 8), Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
 }
-# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow; streamed is also
-# the number of columns of a slice.
+# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow.
 _FORWARD_32 = {
-    64: [Tiles(128, 64, 4), Tiles(128, 32, 8)],
-    256: [Tiles(128, 64, 8), Tiles(128, 32, 8)],
+    64: [Tiles(128, 64, 4), Tiles(64, 32, 4, slice=32, whole=False)],
+    128: [Tiles(128, 64, 8), Tiles(64, 32, 4, slice=32, whole=False)],
+    256: [Tiles(128, 64, 8), Tiles(64, 32, 4, slice=32, whole=False)],
 }
 _BACKWARD_32 = {
-    128: [Tiles(128, 64, 8), Tiles(128, 32, 8)],
-    256: [Tiles(128, 32, 8)],
+    64: [Tiles(128, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
+    128: [Tiles(128, 32, 4, whole=False), Tiles(64, 32, 4, slice=32, whole=False)],
+    256: [Tiles(128, 32, 8, whole=False), Tiles(64, 32, 4, slice=32, whole=False)],
 }
-_64 = {64: [Tiles(64, 32, 4)], 256: [Tiles(64, 32, 8)]}
+_64 = {
+    64: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
+    128: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
+    256: [Tiles(64, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
+}
 
 FORWARD = {
     "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _64,
@@ -112,7 +119,8 @@ def _tile_bytes(rows: int, width: int) -> int:
 @functools.lru_cache(4096)
 def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
     if problem.dtype in REALS:
-        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, {})
+        macros = {"TRANSFORM": int(problem.softcap is not None or problem.scale <= 0)}
+        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0)
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
@@ -129,7 +137,9 @@ def backward_variant(
     entry = "row_delta" if step == "delta" else file
     macros = {"KEYS": int(step == "kv"), "PARTS": parts}
     if problem.dtype in REALS:
-        return _simt_variant(file, entry, problem, tiles, vector, macros)
+        kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
+        stats = 2 * (tiles.streamed if step == "kv" else tiles.resident)  # lse and delta
+        return _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats)
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     resident = _tile_bytes(tiles.resident, d) + _tile_bytes(tiles.resident, dv)
     stage = _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
@@ -150,19 +160,24 @@ def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Varian
     return _variant(file, entry, tiles, vector, macros, shared)
 
 
-def _simt_variant(file, entry, problem, tiles, vector, macros) -> Variant:
-    group = 16 // problem.itemsize
+def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> Variant:
+    """`kept`: widths of the rows that stay with a block; `stats`: numbers it has of rows."""
     macros = {
         "REAL": REALS[problem.dtype],
-        "HEAD_DIM": _rounded_up(problem.d, tiles.streamed),
-        "VALUE_DIM": _rounded_up(problem.dv, tiles.streamed),
-        "SLICE": tiles.streamed,
+        "HEAD_DIM": _rounded_up(problem.d, tiles.slice),
+        "VALUE_DIM": _rounded_up(problem.dv, tiles.slice),
+        "SLICE": tiles.slice,
+        "STREAMED": tiles.streamed,
         "ROWS_PER_THREAD": tiles.resident // (4 * tiles.warps),
+        "WHOLE": int(tiles.whole),
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
-    shared = tiles.streamed * (tiles.resident + tiles.streamed + 2 * group) * problem.itemsize
-    return _variant(file, entry, tiles, vector, macros, shared)
+    slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
+    rows = slices * tiles.resident + 2 * tiles.streamed
+    numbers = rows * (tiles.slice + 16 // problem.itemsize)
+    numbers += tiles.resident * (tiles.streamed + 8) + stats
+    return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 
 def _variant(file, entry, tiles, vector, macros, shared) -> Variant:

@@ -57,6 +57,9 @@ inline void copy16(unsigned to, const void* from, bool valid) {
 inline void copy4(unsigned to, const void* from, bool valid) {
   shared<unsigned>(to) = valid ? *static_cast<const unsigned*>(from) : 0;
 }
+inline void copy8(unsigned to, const void* from, bool valid) {
+  shared<unsigned long long>(to) = valid ? *static_cast<const unsigned long long*>(from) : 0;
+}
 inline void copies_commit() {}
 inline void copies_wait() {}
 inline void store_shared(unsigned address, unsigned x) { shared<unsigned>(address) = x; }
