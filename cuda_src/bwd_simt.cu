@@ -72,15 +72,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
   // `both`: for a dot product, where the block's own slice comes along if it does not stay.
   const auto fetch_wide = [&](int buffer, Place at, int n, bool both) {
-    if (!WHOLE && both) fetch(shared.mine[buffer], mine, row0, rows, n, p.d);
     const Matrix theirs(KEYS ? p.q : p.k, batch, at.head);
-    fetch(shared.theirs[buffer], theirs, at.row0, others, n, p.d);
+    if (!WHOLE && both) fetch_turned<kRows>(shared.mine[buffer], mine, row0, rows, n, p.d);
+    if (both)
+      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, p.d);
+    else
+      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, p.d);
     copies_commit();
   };
   const auto fetch_value = [&](int buffer, Place at, int n, bool both) {
-    if (!WHOLE && both) fetch(shared.mine[buffer], mine_value, row0, rows, n, p.v_width);
     const Matrix theirs(KEYS ? p.dout : p.v, batch, at.head);
-    fetch(shared.theirs[buffer], theirs, at.row0, others, n, p.v_width);
+    if (!WHOLE && both)
+      fetch_turned<kRows>(shared.mine[buffer], mine_value, row0, rows, n, p.v_width);
+    if (both)
+      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, p.v_width);
+    else
+      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, p.v_width);
     copies_commit();
   };
   const auto fetch_stats = [&](int query0, int query_head) {
@@ -99,9 +106,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   };
 
   if (WHOLE) {
-    for (int n = 0; n < kHead; ++n) fetch(shared.mine[n], mine, row0, rows, n, p.d);
+    for (int n = 0; n < kHead; ++n) fetch_turned<kRows>(shared.mine[n], mine, row0, rows, n, p.d);
     for (int n = kHead; n < kMine; ++n)
-      fetch(shared.mine[n], mine_value, row0, rows, n - kHead, p.v_width);
+      fetch_turned<kRows>(shared.mine[n], mine_value, row0, rows, n - kHead, p.v_width);
   }
   if (!KEYS) fetch_stats(row0, head);
   if (start.head < end) fetch_tile(turn, start);
@@ -118,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         fetch_wide(turn ^ 1, at, n + 1, true);
       else
         fetch_value(turn ^ 1, at, 0, PARTS & 1);
-      dot(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn], min(p.d - n * SLICE, SLICE));
+      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                 min(p.d - n * SLICE, SLICE));
     }
     if (PARTS & 1) {
 #pragma unroll 1
@@ -130,15 +138,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           fetch_value(turn ^ 1, at, 0, false);
         else
           fetch_wide(turn ^ 1, at, 0, false);
-        dot(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn],
-            min(p.v_width - n * SLICE, SLICE));
+        accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
+                   min(p.v_width - n * SLICE, SLICE));
       }
     }
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int j = 0; j < kS; ++j) {
-        const int query = KEYS ? score_column(j) : row_of(i);
+        const int query = KEYS ? column_of(j) : row_of(i);
         // A row whose every score is -inf has no gradient: -inf + inf is NaN.
         const Real lse = shared.stats[0][query];
         differentiate(s[i][j], ds[i][j], lse == -kInfinity ? kInfinity : lse,
@@ -150,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         const Bounds seen = k_bounds(row0 + row_of(i), others, lo_shift, hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const int column = at.row0 + score_column(j);
+          const int column = at.row0 + column_of(j);
           if (column < seen.lo || column >= seen.hi) s[i][j] = ds[i][j] = 0;
         }
       }
@@ -169,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           fetch_wide(turn ^ 1, at, 0, false);
         else
           fetch_next(turn ^ 1);
-        outer(value[n], shared.p, shared.theirs[turn]);
+        accumulate(value[n], shared.p, shared.theirs[turn].straight, STREAMED);
       }
     }
     if (PARTS & 1) {
@@ -181,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           fetch_wide(turn ^ 1, at, n + 1, false);
         else
           fetch_next(turn ^ 1);
-        outer(wide[n], shared.p, shared.theirs[turn]);
+        accumulate(wide[n], shared.p, shared.theirs[turn].straight, STREAMED);
       }
     }
   }

@@ -62,18 +62,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
   const auto fetch_keys = [&](int buffer, int k0, int n) {
-    if (!WHOLE) fetch(shared.mine[buffer], q, q0, p.sq, n, p.d);
-    fetch(shared.theirs[buffer], k, k0, p.sk, n, p.d);
+    if (!WHOLE) fetch_turned<kRows>(shared.mine[buffer], q, q0, p.sq, n, p.d);
+    fetch_turned<STREAMED>(shared.theirs[buffer].turned, k, k0, p.sk, n, p.d);
     copies_commit();
   };
   const auto fetch_values = [&](int buffer, int k0, int n) {
-    fetch(shared.theirs[buffer], v, k0, p.sk, n, p.v_width);
+    fetch(shared.theirs[buffer].straight, v, k0, p.sk, n, p.v_width);
     copies_commit();
   };
 
   const int begin = first.lo / STREAMED * STREAMED;
   if (WHOLE)
-    for (int n = 0; n < kHead; ++n) fetch(shared.mine[n], q, q0, p.sq, n, p.d);
+    for (int n = 0; n < kHead; ++n) fetch_turned<kRows>(shared.mine[n], q, q0, p.sq, n, p.d);
   fetch_keys(turn, begin, 0);
   for (int k0 = begin; k0 < last.hi; k0 += STREAMED) {
     Scores s;
@@ -85,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_keys(turn ^ 1, k0, n + 1);
       else
         fetch_values(turn ^ 1, k0, 0);
-      dot(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn], min(p.d - n * SLICE, SLICE));
+      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                 min(p.d - n * SLICE, SLICE));
     }
     if (TRANSFORM) {
 #pragma unroll
@@ -99,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         const Bounds keys = k_bounds(q0 + row_of(i), p.sk, p.lo_shift, p.hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const int key = k0 + score_column(j);
+          const int key = k0 + column_of(j);
           if (key < keys.lo || key >= keys.hi) s[i][j] = -kInfinity;
         }
       }
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_values(turn ^ 1, k0, n + 1);
       else if (k0 + STREAMED < last.hi)
         fetch_keys(turn ^ 1, k0 + STREAMED, 0);
-      outer(o[n], shared.p, shared.theirs[turn]);
+      accumulate(o[n], shared.p, shared.theirs[turn].straight, STREAMED);
     }
   }
   copies_wait();  // of a block that had nothing to do

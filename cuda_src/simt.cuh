@@ -18,26 +18,35 @@ constexpr int kThreads = 32 * WARPS;
 constexpr int kM = ROWS_PER_THREAD, kRows = 4 * kM * WARPS;
 constexpr int kS = STREAMED / 8, kO = SLICE / 8;  // a thread's columns of scores and of a slice
 constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
-static_assert(STREAMED % 8 == 0 && SLICE % (8 * kVector) == 0, "whole 16-byte groups");
+static_assert(kS % kVector == 0 && kO % kVector == 0, "whole 16-byte groups");
 
-// Rows of slices start 16 bytes of banks apart: a dot product reads eight at once. Rows of p start
-// 8 numbers apart, so that each warp's store of 4 x 8 numbers has no conflicts.
-constexpr int kPitch = SLICE + kVector, kPPitch = STREAMED + 8;
+// Rows in shared memory start 16 bytes of banks apart.
+#ifndef UNROLL
+#define UNROLL (sizeof(Real) == 4 ? 8 : 4)
+#endif
+#ifndef ORDER
+#define ORDER 1
+#endif
+DEVICE constexpr int pitch(int width) { return width + kVector; }
 
 constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
 
 using Matrix = Head<Real>;
-using Mine = Real[kRows][kPitch];
-using Theirs = Real[STREAMED][kPitch];
+template <int kCount>
+using Turned = Real[SLICE][pitch(kCount)];  // a slice of kCount rows, columns first
+using Straight = Real[STREAMED][pitch(SLICE)];
 using Scores = Real[kM][kS];
 using Out = Real[kM][kO];
 
 // kSlices: of the block's own rows. With WHOLE they stay, otherwise they pass with the others'.
 template <int kSlices>
 struct __align__(16) Shared {
-  Mine mine[WHOLE ? kSlices : 2];
-  Theirs theirs[2];
-  Real p[kRows][kPPitch];  // a warp's part is its own
+  Turned<kRows> mine[WHOLE ? kSlices : 2];
+  union {
+    Turned<STREAMED> turned;
+    Straight straight;
+  } theirs[2];
+  Real p[STREAMED][pitch(kRows)];  // a warp's part is its own
 };
 
 struct __align__(16) Group {
@@ -49,9 +58,10 @@ struct __align__(16) Group {
 DEVICE int lane_x() { return threadIdx.x / 2 % 8; }
 DEVICE int lane_y() { return threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2; }
 
-DEVICE int row_of(int i) { return threadIdx.x / 32 * 4 * kM + i * 4 + lane_y(); }
-DEVICE int score_column(int j) { return j * 8 + lane_x(); }
-DEVICE int out_column(int j) { return (j / kVector * 8 + lane_x()) * kVector + j % kVector; }
+DEVICE int row_of(int i) {
+  return threadIdx.x / 32 * 4 * kM + (i / kVector * 4 + lane_y()) * kVector + i % kVector;
+}
+DEVICE int column_of(int j) { return (j / kVector * 8 + lane_x()) * kVector + j % kVector; }
 
 DEVICE const Group& group(const Real& first) { return reinterpret_cast<const Group&>(first); }
 
@@ -64,23 +74,40 @@ DEVICE void copy_one(unsigned to, const void* from, bool inside) {
 }
 
 // tile[i][j] = x[row0 + i][n SLICE + j], zeros beyond the ends of x; complete after arrived().
-template <int kCount>
-DEVICE void fetch(Real (&tile)[kCount][kPitch], const Matrix& x, int row0, int rows, int n,
-                  int width) {
+DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, int width) {
   constexpr int kSize = VECTOR ? kVector : 1, kAcross = SLICE / kSize, kStep = kThreads / kAcross;
-  static_assert(kThreads % kAcross == 0 && kCount % kStep == 0, "whole rows at a time");
+  static_assert(kThreads % kAcross == 0 && STREAMED % kStep == 0, "whole rows at a time");
   const int i0 = threadIdx.x / kAcross, j = threadIdx.x % kAcross * kSize;
   const int left = n * SLICE + j < width ? rows - row0 - i0 : 0;
   const char* from =
       x.data + (row0 + i0) * x.row + (n * SLICE + j) * (VECTOR ? sizeof(Real) : x.column);
   const unsigned to = shared_address(&tile[i0][j]);
 #pragma unroll
-  for (int i = 0; i < kCount; i += kStep, from += kStep * x.row) {
+  for (int i = 0; i < STREAMED; i += kStep, from += kStep * x.row) {
     const unsigned here = to + i * sizeof(tile[0]);
     if (VECTOR)
       copy16(here, from, i < left);
     else
       copy_one(here, from, i < left);
+  }
+}
+
+// tile[j][i] = x[row0 + i][n SLICE + j], element by element: eight neighbours of a row and 4 (2)
+// rows in a warp's copy, which then has no conflict.
+template <int kCount>
+DEVICE void fetch_turned(Real (&tile)[SLICE][pitch(kCount)], const Matrix& x, int row0, int rows,
+                         int n, int width) {
+  constexpr int kAcross = 8, kDown = 32 / kAcross;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, j0 = lane % kAcross;
+  const long long step = VECTOR ? sizeof(Real) : x.column;
+#pragma unroll 1
+  for (int i = warp * kDown + lane / kAcross; i < kCount; i += WARPS * kDown) {
+    const char* from = x.data + (row0 + i) * x.row + (n * SLICE + j0) * step;
+    const unsigned to = shared_address(&tile[j0][i]);
+    const int left = row0 + i < rows ? width - n * SLICE - j0 : 0;
+#pragma unroll
+    for (int j = 0; j < SLICE; j += kAcross)
+      copy_one(to + j * sizeof(tile[0]), from + j * step, j < left);
   }
 }
 
@@ -98,53 +125,53 @@ DEVICE void clear(Real (&c)[kM][kN]) {
     for (int j = 0; j < kN; ++j) c[i][j] = 0;
 }
 
-// c += mine theirs^T over `width` columns; those up to a multiple of 2 groups are zeros.
-DEVICE void dot(Scores& c, const Mine& mine, const Theirs& theirs, int width) {
+// c += left^T right: the sum over `steps` rows of both.
+template <int kN, int kLeftPitch, int kRightPitch>
+DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
+                       const Real (*right)[kRightPitch], int steps) {
 #pragma unroll 1
-  for (int k0 = 0; k0 < width; k0 += 2 * kVector)
+  for (int k0 = 0; k0 < steps; k0 += UNROLL)
 #pragma unroll
-    for (int k = k0; k < k0 + 2 * kVector; k += kVector) {
-      Group right[kS];
+    for (int k = k0; k < k0 + UNROLL; ++k) {
+      Real a[kM], b[kN];
 #pragma unroll
-      for (int j = 0; j < kS; ++j) right[j] = group(theirs[score_column(j)][k]);
+      for (int i = 0; i < kM; i += kVector)
+        reinterpret_cast<Group&>(a[i]) = group(left[k][row_of(i)]);
 #pragma unroll
-      for (int i = 0; i < kM; ++i) {
-        const Group left = group(mine[row_of(i)][k]);
+      for (int j = 0; j < kN; j += kVector)
+        reinterpret_cast<Group&>(b[j]) = group(right[k][column_of(j)]);
+#if ORDER < 2
 #pragma unroll
-        for (int e = 0; e < kVector; ++e)
+      for (int i = 0; i < kM; ++i)
 #pragma unroll
-          for (int j = 0; j < kS; ++j) c[i][j] += left.x[e] * right[j].x[e];
-      }
+        for (int m = 0; m < kN; ++m) {
+          const int j = ORDER && i % 2 ? kN - 1 - m : m;
+          c[i][j] += a[i] * b[j];
+        }
+#else
+#pragma unroll
+      for (int j = 0; j < kN; ++j)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          const int i = ORDER == 3 && j % 2 ? kM - 1 - m : m;
+          c[i][j] += a[i] * b[j];
+        }
+#endif
     }
 }
 
-// c += p theirs
-DEVICE void outer(Out& c, const Real (&p)[kRows][kPPitch], const Theirs& theirs) {
-#pragma unroll 2
-  for (int k = 0; k < STREAMED; k += kVector) {
-    Group left[kM];
-#pragma unroll
-    for (int i = 0; i < kM; ++i) left[i] = group(p[row_of(i)][k]);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e)
-#pragma unroll
-      for (int j = 0; j < kO; j += kVector) {
-        const Group right = group(theirs[k + e][out_column(j)]);
-#pragma unroll
-        for (int i = 0; i < kM; ++i)
-#pragma unroll
-          for (int f = 0; f < kVector; ++f) c[i][j + f] += left[i].x[e] * right.x[f];
-      }
-  }
-}
-
 // The thread's scores into p: only this warp reads them.
-DEVICE void put(Real (&p)[kRows][kPPitch], const Scores& c) {
+DEVICE void put(Real (&p)[STREAMED][pitch(kRows)], const Scores& c) {
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kM; ++i)
+  for (int j = 0; j < kS; ++j)
 #pragma unroll
-    for (int j = 0; j < kS; ++j) p[row_of(i)][score_column(j)] = c[i][j];
+    for (int i = 0; i < kM; i += kVector) {
+      Group g;
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) g.x[e] = c[i + e][j];
+      *reinterpret_cast<Group*>(&p[column_of(j)][row_of(i)]) = g;
+    }
   __syncwarp();
 }
 
@@ -158,7 +185,7 @@ DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&fact
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int j = 0; j < kO; ++j) {
-        const int row = row0 + row_of(i), column = n * SLICE + out_column(j);
+        const int row = row0 + row_of(i), column = n * SLICE + column_of(j);
         if (row < rows && column < width) x.at(row, column) = part[n][i][j] * factor[i];
       }
 }

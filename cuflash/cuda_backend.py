@@ -82,7 +82,7 @@ _BACKWARD_32 = {
 _64 = {
     64: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
     128: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
-    256: [Tiles(64, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
+    256: [Tiles(64, 32, 8), Tiles(32, 32, 4, slice=32, whole=False)],
 }
 
 FORWARD = {
@@ -173,10 +173,14 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> V
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
+    group = 16 // problem.itemsize
     slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
-    rows = slices * tiles.resident + 2 * tiles.streamed
-    numbers = rows * (tiles.slice + 16 // problem.itemsize)
-    numbers += tiles.resident * (tiles.streamed + 8) + stats
+    pad = 16 // problem.itemsize  # of every row
+    own_row = tiles.resident + pad
+    theirs = max(  # columns first, or as they lie
+        tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
+    )
+    numbers = (slices * tiles.slice + tiles.streamed) * own_row + 2 * theirs + stats
     return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 

@@ -92,7 +92,7 @@ CASES = [
     (case(37, 70, d=64, dv=32, heads=2, heads_kv=2, layout="contiguous", window=(9, 3)),
      Tiles(32, 64, 1)),
     (case(70, 50, d=100, dv=40, batch=1, heads=4, heads_kv=2, layout="contiguous",
-          causal="top_left"), Tiles(32, 16, 2, slice=32, whole=False)),
+          causal="top_left"), Tiles(32, 32, 2, slice=32, whole=False)),
     (case(20, 33, d=9, dv=5, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True),
      Tiles(16, 32, 1, slice=16)),
     (case(20, 33, d=40, dv=6, batch=1, heads=1, heads_kv=1, dtype="float64", scale=-0.5,
