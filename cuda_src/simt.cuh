@@ -22,10 +22,10 @@ static_assert(kS % kVector == 0 && kO % kVector == 0, "whole 16-byte groups");
 
 // Rows in shared memory start 16 bytes of banks apart.
 #ifndef UNROLL
-#define UNROLL (sizeof(Real) == 4 ? 8 : 4)
+#define UNROLL (sizeof(Real) == 4 ? 16 : 8)
 #endif
-#ifndef ORDER
-#define ORDER 1
+#ifndef PIPE
+#define PIPE 0
 #endif
 DEVICE constexpr int pitch(int width) { return width + kVector; }
 
@@ -42,11 +42,12 @@ using Out = Real[kM][kO];
 template <int kSlices>
 struct __align__(16) Shared {
   Turned<kRows> mine[WHOLE ? kSlices : 2];
+  Real p[STREAMED][pitch(kRows)];  // a warp's part is its own
   union {
     Turned<STREAMED> turned;
     Straight straight;
   } theirs[2];
-  Real p[STREAMED][pitch(kRows)];  // a warp's part is its own
+  Real beyond[SLICE > STREAMED ? pitch(SLICE) : pitch(STREAMED)];  // read ahead and not used
 };
 
 struct __align__(16) Group {
@@ -129,34 +130,32 @@ DEVICE void clear(Real (&c)[kM][kN]) {
 template <int kN, int kLeftPitch, int kRightPitch>
 DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
                        const Real (*right)[kRightPitch], int steps) {
+  Real a[2][kM], b[2][kN];
+  const auto load = [&](int buffer, int k) {
+#pragma unroll
+    for (int i = 0; i < kM; i += kVector)
+      reinterpret_cast<Group&>(a[buffer][i]) = group(left[k][row_of(i)]);
+#pragma unroll
+    for (int j = 0; j < kN; j += kVector)
+      reinterpret_cast<Group&>(b[buffer][j]) = group(right[k][column_of(j)]);
+  };
+  if (PIPE) load(0, 0);
 #pragma unroll 1
-  for (int k0 = 0; k0 < steps; k0 += UNROLL)
+  for (int k = 0; k < steps; k += UNROLL)
 #pragma unroll
-    for (int k = k0; k < k0 + UNROLL; ++k) {
-      Real a[kM], b[kN];
-#pragma unroll
-      for (int i = 0; i < kM; i += kVector)
-        reinterpret_cast<Group&>(a[i]) = group(left[k][row_of(i)]);
-#pragma unroll
-      for (int j = 0; j < kN; j += kVector)
-        reinterpret_cast<Group&>(b[j]) = group(right[k][column_of(j)]);
-#if ORDER < 2
+    for (int u = 0; u < UNROLL; ++u) {
+      const int now = u % 2;
+      if (PIPE)
+        load(1 - now, k + u + 1);
+      else
+        load(now, k + u);
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int m = 0; m < kN; ++m) {
-          const int j = ORDER && i % 2 ? kN - 1 - m : m;
-          c[i][j] += a[i] * b[j];
+          const int j = i % 2 ? kN - 1 - m : m;
+          c[i][j] += a[now][i] * b[now][j];
         }
-#else
-#pragma unroll
-      for (int j = 0; j < kN; ++j)
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          const int i = ORDER == 3 && j % 2 ? kM - 1 - m : m;
-          c[i][j] += a[i] * b[j];
-        }
-#endif
     }
 }
 

@@ -71,30 +71,35 @@ _BACKWARD_Q_16 = {
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow.
 _FORWARD_32 = {
     64: [Tiles(128, 64, 4), Tiles(64, 32, 4, slice=32, whole=False)],
-    128: [Tiles(128, 64, 8), Tiles(64, 32, 4, slice=32, whole=False)],
+    128: [Tiles(128, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
     256: [Tiles(128, 64, 8), Tiles(64, 32, 4, slice=32, whole=False)],
 }
 _BACKWARD_32 = {
     64: [Tiles(128, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
-    128: [Tiles(128, 32, 4, whole=False), Tiles(64, 32, 4, slice=32, whole=False)],
-    256: [Tiles(128, 32, 8, whole=False), Tiles(64, 32, 4, slice=32, whole=False)],
+    128: [Tiles(128, 32, 8), Tiles(64, 32, 4, slice=32, whole=False)],
+    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
 }
-_64 = {
-    64: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
-    128: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
+_FORWARD_64 = {
+    64: [Tiles(128, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
+    128: [Tiles(128, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
     256: [Tiles(64, 32, 8), Tiles(32, 32, 4, slice=32, whole=False)],
+}
+_BACKWARD_64 = {
+    64: [Tiles(128, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
+    128: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
+    256: [Tiles(64, 32, 8, whole=False), Tiles(32, 32, 4, slice=32, whole=False)],
 }
 
 FORWARD = {
-    "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _64,
+    "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _FORWARD_64,
 }  # fmt: skip
 BACKWARD_KV = {
     "float16": _BACKWARD_KV_16, "bfloat16": _BACKWARD_KV_16,
-    "float32": _BACKWARD_32, "float64": _64,
+    "float32": _BACKWARD_32, "float64": _BACKWARD_64,
 }  # fmt: skip
 BACKWARD_Q = {
     "float16": _BACKWARD_Q_16, "bfloat16": _BACKWARD_Q_16,
-    "float32": _BACKWARD_32, "float64": _64,
+    "float32": _BACKWARD_32, "float64": _BACKWARD_64,
 }  # fmt: skip
 
 
@@ -181,6 +186,7 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> V
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
     numbers = (slices * tiles.slice + tiles.streamed) * own_row + 2 * theirs + stats
+    numbers += max(tiles.slice, tiles.streamed) + pad
     return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 
@@ -198,7 +204,7 @@ def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
 
 def parts_of(problem: Problem) -> tuple[int, ...]:
     """What each launch of the kv pass computes, dK (1) and dV (2): wide ones do not fit at once."""
-    together = {"float32": 64, "float64": 0}.get(problem.dtype, 128)
+    together = 64 if problem.dtype == "float64" else 128
     return (3,) if max(problem.d, problem.dv) <= together else (1, 2)
 
 
