@@ -30,13 +30,6 @@ extern "C" __global__ void row_delta(const Params p) {
     static_cast<Real*>(p.delta)[row] = p.dlse ? sum - static_cast<const Real*>(p.dlse)[row] : sum;
 }
 
-// s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
-DEVICE void differentiate(Real& s, Real& dp, Real lse, Real delta, const Score& score) {
-  const Real x = score(s);
-  s = Exponential(1)(x - lse);
-  dp = s * (dp - delta) * score.slope(x);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {
   extern __shared__ __align__(16) char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
@@ -44,8 +37,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   const int rows = KEYS ? p.sk : p.sq, others = KEYS ? p.sq : p.sk;
   const int heads = KEYS ? p.heads / p.group : p.heads;
   const int tiles = (rows + kRows - 1) / kRows;
-  const int row0 = blockIdx.x % tiles * kRows;
-  const int head = blockIdx.x / tiles % heads, batch = blockIdx.x / tiles / heads;
+  // Of all heads the first keys or the last queries first: under a causal mask they take longest.
+  const int tile = blockIdx.x / (heads * p.batch);
+  const int row0 = (KEYS ? tile : tiles - 1 - tile) * kRows;
+  const int head = blockIdx.x % heads, batch = blockIdx.x / heads % p.batch;
   const int lo_shift = KEYS ? 1 - p.hi_shift : p.lo_shift,
             hi_shift = KEYS ? 1 - p.lo_shift : p.hi_shift;
   const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
@@ -115,57 +110,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   for (Place at = start, next; at.head < end; at = next) {
     next = {at.head, at.row0 + STREAMED};
     if (next.row0 >= last.hi) next = {at.head + 1, start.row0};
-    Scores s, ds;
-    clear(s);
-    clear(ds);
-#pragma unroll 1
-    for (int n = 0; n < kHead; ++n, turn ^= 1) {
-      arrived();
-      if (n + 1 < kHead)
-        fetch_wide(turn ^ 1, at, n + 1, true);
-      else
-        fetch_value(turn ^ 1, at, 0, PARTS & 1);
-      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
-                 min(p.d - n * SLICE, SLICE));
-    }
-    if (PARTS & 1) {
-#pragma unroll 1
-      for (int n = 0; n < kValue; ++n, turn ^= 1) {
-        arrived();
-        if (n + 1 < kValue)
-          fetch_value(turn ^ 1, at, n + 1, true);
-        else if (PARTS & 2)
-          fetch_value(turn ^ 1, at, 0, false);
-        else
-          fetch_wide(turn ^ 1, at, 0, false);
-        accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
-                   min(p.v_width - n * SLICE, SLICE));
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kM; ++i)
-#pragma unroll
-      for (int j = 0; j < kS; ++j) {
-        const int query = KEYS ? column_of(j) : row_of(i);
-        // A row whose every score is -inf has no gradient: -inf + inf is NaN.
-        const Real lse = shared.stats[0][query];
-        differentiate(s[i][j], ds[i][j], lse == -kInfinity ? kInfinity : lse,
-                      shared.stats[1][query], score);
-      }
-    if (at.row0 < last.lo || at.row0 + STREAMED > first.hi) {  // not all of these see each other
+    const auto fetch_next = [&](int buffer) {
+      if (next.head < end) fetch_tile(buffer, next);
+    };
+    // Sets to 0 what does not see each other.
+    const auto hide = [&](Scores& c) {
+      if (at.row0 >= last.lo && at.row0 + STREAMED <= first.hi) return;  // all do
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
         const Bounds seen = k_bounds(row0 + row_of(i), others, lo_shift, hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
           const int column = at.row0 + column_of(j);
-          if (column < seen.lo || column >= seen.hi) s[i][j] = ds[i][j] = 0;
+          if (column < seen.lo || column >= seen.hi) c[i][j] = 0;
         }
       }
-    }
-    const auto fetch_next = [&](int buffer) {
-      if (next.head < end) fetch_tile(buffer, next);
     };
+
+    // S, then P.
+    Scores s, slope;
+    clear(s);
+#pragma unroll 1
+    for (int n = 0; n < kHead; ++n, turn ^= 1) {
+      arrived();
+      if (n + 1 < kHead)
+        fetch_wide(turn ^ 1, at, n + 1, true);
+      else
+        fetch_value(turn ^ 1, at, 0, PARTS == 1);
+      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                 min(p.d - n * SLICE, SLICE));
+    }
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kS; ++j) {
+        const Real x = score(s[i][j]), lse = shared.stats[0][KEYS ? column_of(j) : row_of(i)];
+        // A row whose every score is -inf has no gradient: -inf + inf is NaN.
+        s[i][j] = Exponential(1)(x - (lse == -kInfinity ? kInfinity : lse));
+        slope[i][j] = score.slope(x);
+      }
+    hide(s);
+
     if (PARTS & 2) {
       put(shared.p, s);
 #pragma unroll
@@ -174,13 +159,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         if (n + 1 < kValue)
           fetch_value(turn ^ 1, at, n + 1, false);
         else if (PARTS & 1)
-          fetch_wide(turn ^ 1, at, 0, false);
+          fetch_value(turn ^ 1, at, 0, true);
         else
           fetch_next(turn ^ 1);
         accumulate(value[n], shared.p, shared.theirs[turn].straight, STREAMED);
       }
     }
     if (PARTS & 1) {
+      // dP, then dS = P (dP - delta), times the softcap's slope.
+      Scores ds;
+      clear(ds);
+#pragma unroll 1
+      for (int n = 0; n < kValue; ++n, turn ^= 1) {
+        arrived();
+        if (n + 1 < kValue)
+          fetch_value(turn ^ 1, at, n + 1, true);
+        else
+          fetch_wide(turn ^ 1, at, 0, false);
+        accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
+                   min(p.v_width - n * SLICE, SLICE));
+      }
+#pragma unroll
+      for (int i = 0; i < kM; ++i)
+#pragma unroll
+        for (int j = 0; j < kS; ++j) {
+          const Real delta = shared.stats[1][KEYS ? column_of(j) : row_of(i)];
+          ds[i][j] = s[i][j] * (ds[i][j] - delta) * slope[i][j];
+        }
+      hide(ds);
       put(shared.p, ds);
 #pragma unroll
       for (int n = 0; n < kHead; ++n, turn ^= 1) {

@@ -42,8 +42,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
   extern __shared__ __align__(16) char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
   const int tiles = (p.sq + kRows - 1) / kRows;
-  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const int q0 = (tiles - 1 - blockIdx.x % tiles) * kRows;  // under a causal mask the longest first
+  // Of all heads the last queries first: under a causal mask they take longest.
+  const int q0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * kRows;
+  const int head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads % p.batch;
   const Matrix q(p.q, batch, head), out(p.out, batch, head);
   const Matrix k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
   const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);

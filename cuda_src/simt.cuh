@@ -1,12 +1,13 @@
 // Products in float or double on CUDA cores, without anything rounded to fewer bits.
 //
 // A block owns kRows rows of a product, each of its warps 4 kM of them; other rows stream past,
-// STREAMED at a time, through shared memory in slices of SLICE columns. Nothing is transposed: all
-// slices lie as in global memory, by asynchronous copies, and serve in both kinds of product:
-//   dot    scores += mine theirs^T   16 bytes of a row of each at a time
-//   outer  out += p theirs           16 bytes of a row of p, and as many rows of theirs
-// Lane (y, x) of a warp holds rows y + 4 i and columns x + 8 j of scores, and columns in groups of
-// 16 bytes of out.
+// STREAMED at a time, in slices of SLICE columns. All products are sums over the first index of two
+// tiles in shared memory, c += left^T right:
+//   scores += mine theirs^T   both turned on their way in: columns first
+//   out    += p theirs        p is written columns first, theirs lie as in global memory
+// Then a thread reads kM numbers of one and kN of the other in groups of 16 bytes, for kM x kN
+// multiply-adds. Lane (y, x) = (0 .. 3, 0 .. 7) of a warp holds the groups y, y + 4, ... of the
+// warp's rows and the groups x, x + 8, ... of the columns.
 #pragma once
 #include "common.cuh"
 #include "mask.cuh"
@@ -18,15 +19,14 @@ constexpr int kThreads = 32 * WARPS;
 constexpr int kM = ROWS_PER_THREAD, kRows = 4 * kM * WARPS;
 constexpr int kS = STREAMED / 8, kO = SLICE / 8;  // a thread's columns of scores and of a slice
 constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
-static_assert(kS % kVector == 0 && kO % kVector == 0, "whole 16-byte groups");
+static_assert(kM % kVector == 0 && kS % kVector == 0 && kO % kVector == 0, "whole groups");
+
+// Steps of a product that are unrolled: 16 are up to 4 % faster than 8, and 8 % than 4, but 3 %
+// slower for the backward pass of wide heads in float (docs/kernels.md).
+constexpr int kUnroll = sizeof(Real) == 4 && kHead * SLICE > 128 ? 8 : 16;
+static_assert(STREAMED % kUnroll == 0 && SLICE % kUnroll == 0, "whole steps");
 
 // Rows in shared memory start 16 bytes of banks apart.
-#ifndef UNROLL
-#define UNROLL (sizeof(Real) == 4 ? 16 : 8)
-#endif
-#ifndef PIPE
-#define PIPE 0
-#endif
 DEVICE constexpr int pitch(int width) { return width + kVector; }
 
 constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
@@ -47,18 +47,18 @@ struct __align__(16) Shared {
     Turned<STREAMED> turned;
     Straight straight;
   } theirs[2];
-  Real beyond[SLICE > STREAMED ? pitch(SLICE) : pitch(STREAMED)];  // read ahead and not used
 };
 
 struct __align__(16) Group {
   Real x[kVector];
 };
 
-// Pairs of lanes have the same x, and pairs of pairs the same y: then a load of 16 bytes a lane
-// takes two turns for the banks and not four.
+// Neighbours in pairs have the same x, and pairs of pairs the same y: than with x = lane % 8, the
+// products in double were 11 % faster, those in float 1 to 4 %.
 DEVICE int lane_x() { return threadIdx.x / 2 % 8; }
 DEVICE int lane_y() { return threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2; }
 
+// Where element i of a thread's kM rows, or j of its columns, lies in the tile.
 DEVICE int row_of(int i) {
   return threadIdx.x / 32 * 4 * kM + (i / kVector * 4 + lane_y()) * kVector + i % kVector;
 }
@@ -93,21 +93,20 @@ DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, in
   }
 }
 
-// tile[j][i] = x[row0 + i][n SLICE + j], element by element: eight neighbours of a row and 4 (2)
-// rows in a warp's copy, which then has no conflict.
+// tile[j][i] = x[row0 + i][n SLICE + j], element by element: a warp copies 8 neighbours of each of
+// 4 rows at once, which lie in different banks.
 template <int kCount>
-DEVICE void fetch_turned(Real (&tile)[SLICE][pitch(kCount)], const Matrix& x, int row0, int rows,
-                         int n, int width) {
-  constexpr int kAcross = 8, kDown = 32 / kAcross;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, j0 = lane % kAcross;
+DEVICE void fetch_turned(Turned<kCount>& tile, const Matrix& x, int row0, int rows, int n,
+                         int width) {
+  const int j0 = threadIdx.x % 8;
   const long long step = VECTOR ? sizeof(Real) : x.column;
 #pragma unroll 1
-  for (int i = warp * kDown + lane / kAcross; i < kCount; i += WARPS * kDown) {
+  for (int i = threadIdx.x / 8; i < kCount; i += kThreads / 8) {
     const char* from = x.data + (row0 + i) * x.row + (n * SLICE + j0) * step;
     const unsigned to = shared_address(&tile[j0][i]);
     const int left = row0 + i < rows ? width - n * SLICE - j0 : 0;
 #pragma unroll
-    for (int j = 0; j < SLICE; j += kAcross)
+    for (int j = 0; j < SLICE; j += 8)
       copy_one(to + j * sizeof(tile[0]), from + j * step, j < left);
   }
 }
@@ -126,35 +125,27 @@ DEVICE void clear(Real (&c)[kM][kN]) {
     for (int j = 0; j < kN; ++j) c[i][j] = 0;
 }
 
-// c += left^T right: the sum over `steps` rows of both.
+// c += left^T right: the sum over `steps` rows of both, up to a multiple of kUnroll. Columns are
+// taken there and back: an operand that two instructions in a row share need not be read again, and
+// reads of registers are what bounds these products (docs/kernels.md).
 template <int kN, int kLeftPitch, int kRightPitch>
 DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
                        const Real (*right)[kRightPitch], int steps) {
-  Real a[2][kM], b[2][kN];
-  const auto load = [&](int buffer, int k) {
-#pragma unroll
-    for (int i = 0; i < kM; i += kVector)
-      reinterpret_cast<Group&>(a[buffer][i]) = group(left[k][row_of(i)]);
-#pragma unroll
-    for (int j = 0; j < kN; j += kVector)
-      reinterpret_cast<Group&>(b[buffer][j]) = group(right[k][column_of(j)]);
-  };
-  if (PIPE) load(0, 0);
 #pragma unroll 1
-  for (int k = 0; k < steps; k += UNROLL)
+  for (int k0 = 0; k0 < steps; k0 += kUnroll)
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int now = u % 2;
-      if (PIPE)
-        load(1 - now, k + u + 1);
-      else
-        load(now, k + u);
+    for (int k = k0; k < k0 + kUnroll; ++k) {
+      Group a[kM / kVector], b[kN / kVector];
+#pragma unroll
+      for (int i = 0; i < kM; i += kVector) a[i / kVector] = group(left[k][row_of(i)]);
+#pragma unroll
+      for (int j = 0; j < kN; j += kVector) b[j / kVector] = group(right[k][column_of(j)]);
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int m = 0; m < kN; ++m) {
           const int j = i % 2 ? kN - 1 - m : m;
-          c[i][j] += a[now][i] * b[now][j];
+          c[i][j] += a[i / kVector].x[i % kVector] * b[j / kVector].x[j % kVector];
         }
     }
 }

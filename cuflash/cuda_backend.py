@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
     streamed: int
     warps: int
     stages: int = 2  # of the streamed tiles in a 16-bit backward pass; forward one of each
-    slice: int = 64  # on CUDA cores: columns that stream past at a time
-    whole: bool = True  # on CUDA cores: the resident rows stay in shared memory
+    slice: int = 64  # columns at a time, on CUDA cores
+    whole: bool = True  # on CUDA cores: resident rows stay in shared memory and do not stream too
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,33 @@ _BACKWARD_Q_16 = {
     192: [Tiles(64, 32, 4), Tiles(32, 16, 2, 1)],
     256: [Tiles(128, 32, 8), Tiles(64, 32, 4, 1), Tiles(16, 16, 1, 1)],
 }
-# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow.
+# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
+# is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s of a kernel, all its products
+# counted, of 67 in float32 and 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
+_SMALL = Tiles(64, 32, 4, slice=32, whole=False)
 _FORWARD_32 = {
-    64: [Tiles(128, 64, 4), Tiles(64, 32, 4, slice=32, whole=False)],
-    128: [Tiles(128, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
-    256: [Tiles(128, 64, 8), Tiles(64, 32, 4, slice=32, whole=False)],
+    64: [Tiles(128, 64, 4), Tiles(128, 32, 4), _SMALL],  # 43; 41; (256, 64, 8) 44
+    128: [Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 42; (128, 64, 8) 40
+    256: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL],  # 38; 33
 }
-_BACKWARD_32 = {
-    64: [Tiles(128, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
-    128: [Tiles(128, 32, 8), Tiles(64, 32, 4, slice=32, whole=False)],
-    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, slice=32, whole=False)],
+_BACKWARD_32 = {  # the pass for dK and dV / the pass for dQ
+    # 44 / 43; 43 / 42; 35 / 36
+    64: [Tiles(256, 32, 8), Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],
+    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL],  # 38 / 37; 36 / 35
+    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, whole=False), _SMALL],  # 27 / 27; 26 / 27
 }
+_SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
 _FORWARD_64 = {
-    64: [Tiles(128, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
-    128: [Tiles(128, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
-    256: [Tiles(64, 32, 8), Tiles(32, 32, 4, slice=32, whole=False)],
+    64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
+    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 4), _SMALL_64],  # 19.7; 14.5
+    256: [Tiles(64, 32, 8), Tiles(32, 32, 4, whole=False), _SMALL_64],  # 16.3
 }
 _BACKWARD_64 = {
-    64: [Tiles(128, 32, 8), Tiles(32, 32, 2, slice=32, whole=False)],
-    128: [Tiles(64, 32, 4), Tiles(32, 32, 2, slice=32, whole=False)],
-    256: [Tiles(64, 32, 8, whole=False), Tiles(32, 32, 4, slice=32, whole=False)],
+    # 20.6 / 20.5; 15.8 / 15.7; 15.3 / 15.2
+    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 2), _SMALL_64],
+    128: [Tiles(64, 32, 8), _SMALL_64],  # 16.6 / 15.5
+    # 14.4 / 14.5; 13.2 / 13.3
+    256: [Tiles(64, 32, 8, whole=False), Tiles(32, 32, 4, whole=False), _SMALL_64],
 }
 
 FORWARD = {
@@ -125,7 +132,9 @@ def _tile_bytes(rows: int, width: int) -> int:
 def forward_variant(problem: Problem, tiles: Tiles, vector: bool) -> Variant:
     if problem.dtype in REALS:
         macros = {"TRANSFORM": int(problem.softcap is not None or problem.scale <= 0)}
-        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0)
+        return _simt_variant(
+            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0
+        )
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
@@ -166,7 +175,7 @@ def _sm80_variant(file, entry, problem, tiles, vector, macros, shared) -> Varian
 
 
 def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> Variant:
-    """`kept`: widths of the rows that stay with a block; `stats`: numbers it has of rows."""
+    """`kept`: widths of the block's own rows; `stats`: numbers of lse and delta in its memory."""
     macros = {
         "REAL": REALS[problem.dtype],
         "HEAD_DIM": _rounded_up(problem.d, tiles.slice),
@@ -178,7 +187,6 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> V
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
-    group = 16 // problem.itemsize
     slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
     pad = 16 // problem.itemsize  # of every row
     own_row = tiles.resident + pad
@@ -186,7 +194,6 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> V
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
     numbers = (slices * tiles.slice + tiles.streamed) * own_row + 2 * theirs + stats
-    numbers += max(tiles.slice, tiles.streamed) + pad
     return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 
@@ -204,8 +211,7 @@ def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
 
 def parts_of(problem: Problem) -> tuple[int, ...]:
     """What each launch of the kv pass computes, dK (1) and dV (2): wide ones do not fit at once."""
-    together = 64 if problem.dtype == "float64" else 128
-    return (3,) if max(problem.d, problem.dv) <= together else (1, 2)
+    return (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
 
 
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
