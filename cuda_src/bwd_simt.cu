@@ -9,6 +9,14 @@
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "simt.cuh"
 
+// dV alone has no use for the block's own values.
+constexpr int kMine = kHead + (PARTS & 1 ? kValue : 0);
+constexpr int kStats = KEYS ? STREAMED : kRows;  // queries that a tile of scores has
+struct Memory : Shared<kMine> {
+  Real stats[2][kStats];  // lse and delta
+};
+static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
 extern "C" __global__ void row_delta(const Params p) {
   const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   if (row >= static_cast<long long>(p.batch) * p.heads * p.sq) return;
@@ -22,78 +30,179 @@ extern "C" __global__ void row_delta(const Params p) {
     static_cast<Real*>(p.delta)[row] = p.dlse ? sum - static_cast<const Real*>(p.dlse)[row] : sum;
 }
 
-// s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
-DEVICE void differentiate(Real& s, Real& dp, Real lse, Real delta, const Scores& score) {
-  const Real x = score(s);
-  s = exp(x - lse);
-  dp = s * (dp - delta) * score.slope(x);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {
   extern __shared__ __align__(16) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Memory& shared = *reinterpret_cast<Memory*>(memory);
   // Rows of this block's tile, and of what streams past.
   const int rows = KEYS ? p.sk : p.sq, others = KEYS ? p.sq : p.sk;
   const int heads = KEYS ? p.heads / p.group : p.heads;
   const int tiles = (rows + kRows - 1) / kRows;
-  const int row0 = blockIdx.x % tiles * kRows;
-  const int head = blockIdx.x / tiles % heads, batch = blockIdx.x / tiles / heads;
+  // Of all heads the first keys or the last queries first: under a causal mask they take longest.
+  const int tile = blockIdx.x / (heads * p.batch);
+  const int row0 = (KEYS ? tile : tiles - 1 - tile) * kRows;
+  const int head = blockIdx.x % heads, batch = blockIdx.x / heads % p.batch;
   const int lo_shift = KEYS ? 1 - p.hi_shift : p.lo_shift,
             hi_shift = KEYS ? 1 - p.lo_shift : p.hi_shift;
   const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
   const Bounds last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
   const Matrix mine(KEYS ? p.k : p.q, batch, head), mine_value(KEYS ? p.v : p.dout, batch, head);
 
-  const Scores score(p);
+  const Score score(p);
 
   // dK or dQ; and dV.
-  Part wide[PARTS & 1 ? kSlices(HEAD_DIM) : 1], value[PARTS & 2 ? kSlices(VALUE_DIM) : 1];
+  Out wide[PARTS & 1 ? kHead : 1], value[PARTS & 2 ? kValue : 1];
   for (auto& part : wide) clear(part);
   for (auto& part : value) clear(part);
 
-  const int partners = KEYS ? p.group : 1;  // query heads of a key/value head
-  for (int n = 0; n < partners; ++n) {
-    const int other = KEYS ? head * p.group + n : head / p.group;
-    const Matrix theirs(KEYS ? p.q : p.k, batch, other),
-        theirs_value(KEYS ? p.dout : p.v, batch, other);
-    const long long stats = first_row(p, batch, KEYS ? other : head);
-    const Real* lse = static_cast<const Real*>(p.lse) + stats;
-    const Real* delta = static_cast<const Real*>(p.delta) + stats;
-    for (int other0 = first.lo / SLICE * SLICE; other0 < last.hi; other0 += SLICE) {
-      Part s, ds;
-      multiply(s, shared, mine, row0, rows, theirs, other0, others, p.d);
-      if (PARTS & 1)
-        multiply(ds, shared, mine_value, row0, rows, theirs_value, other0, others, p.v_width);
-      else
-        clear(ds);
+  // The tiles that stream past: of one query head after the other, where several share a key/value
+  // head.
+  struct Place {
+    int head, row0;
+  };
+  const int partners = KEYS ? p.group : 1;
+  const Place start = {KEYS ? head * partners : head / p.group, first.lo / STREAMED * STREAMED};
+  const int end =
+      start.row0 < last.hi ? start.head + partners : start.head;  // none where it sees none
+
+  int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
+  // `both`: for a dot product, where the block's own slice comes along if it does not stay.
+  const auto fetch_wide = [&](int buffer, Place at, int n, bool both) {
+    const Matrix theirs(KEYS ? p.q : p.k, batch, at.head);
+    if (!WHOLE && both) fetch_turned<kRows>(shared.mine[buffer], mine, row0, rows, n, p.d);
+    if (both)
+      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, p.d);
+    else
+      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, p.d);
+    copies_commit();
+  };
+  const auto fetch_value = [&](int buffer, Place at, int n, bool both) {
+    const Matrix theirs(KEYS ? p.dout : p.v, batch, at.head);
+    if (!WHOLE && both)
+      fetch_turned<kRows>(shared.mine[buffer], mine_value, row0, rows, n, p.v_width);
+    if (both)
+      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, p.v_width);
+    else
+      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, p.v_width);
+    copies_commit();
+  };
+  const auto fetch_stats = [&](int query0, int query_head) {
+    const long long row = first_row(p, batch, query_head) + query0;
+    for (int i = threadIdx.x; i < kStats; i += kThreads) {
+      const bool inside = query0 + i < p.sq;
+      copy_one(shared_address(&shared.stats[0][i]), static_cast<const Real*>(p.lse) + row + i,
+               inside);
+      copy_one(shared_address(&shared.stats[1][i]), static_cast<const Real*>(p.delta) + row + i,
+               inside);
+    }
+  };
+  const auto fetch_tile = [&](int buffer, Place at) {
+    if (KEYS) fetch_stats(at.row0, at.head);
+    fetch_wide(buffer, at, 0, true);
+  };
+
+  if (WHOLE) {
+    for (int n = 0; n < kHead; ++n) fetch_turned<kRows>(shared.mine[n], mine, row0, rows, n, p.d);
+    for (int n = kHead; n < kMine; ++n)
+      fetch_turned<kRows>(shared.mine[n], mine_value, row0, rows, n - kHead, p.v_width);
+  }
+  if (!KEYS) fetch_stats(row0, head);
+  if (start.head < end) fetch_tile(turn, start);
+  for (Place at = start, next; at.head < end; at = next) {
+    next = {at.head, at.row0 + STREAMED};
+    if (next.row0 >= last.hi) next = {at.head + 1, start.row0};
+    const auto fetch_next = [&](int buffer) {
+      if (next.head < end) fetch_tile(buffer, next);
+    };
+    // Sets to 0 what does not see each other.
+    const auto hide = [&](Scores& c) {
+      if (at.row0 >= last.lo && at.row0 + STREAMED <= first.hi) return;  // all do
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
-        const int row = row0 + row_of(i);
-        const Bounds seen = k_bounds(row, others, lo_shift, hi_shift);
+        const Bounds seen = k_bounds(row0 + row_of(i), others, lo_shift, hi_shift);
 #pragma unroll
-        for (int j = 0; j < kN; ++j) {
-          const int column = other0 + column_of(j), query = KEYS ? column : row;
-          // A row whose every score is -inf has no gradient: -inf + inf is NaN.
-          if (row < rows && seen.lo <= column && column < seen.hi && lse[query] != -kInfinity)
-            differentiate(s[i][j], ds[i][j], lse[query], delta[query], score);
-          else
-            s[i][j] = ds[i][j] = 0;
+        for (int j = 0; j < kS; ++j) {
+          const int column = at.row0 + column_of(j);
+          if (column < seen.lo || column >= seen.hi) c[i][j] = 0;
         }
       }
-      if (PARTS & 2) {
-        put(shared, s);
-        accumulate_slices(value, shared, theirs_value, other0, others, p.v_width);
+    };
+
+    // S, then P.
+    Scores s, slope;
+    clear(s);
+#pragma unroll 1
+    for (int n = 0; n < kHead; ++n, turn ^= 1) {
+      arrived();
+      if (n + 1 < kHead)
+        fetch_wide(turn ^ 1, at, n + 1, true);
+      else
+        fetch_value(turn ^ 1, at, 0, PARTS == 1);
+      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                 min(p.d - n * SLICE, SLICE));
+    }
+#pragma unroll
+    for (int i = 0; i < kM; ++i)
+#pragma unroll
+      for (int j = 0; j < kS; ++j) {
+        const Real x = score(s[i][j]), lse = shared.stats[0][KEYS ? column_of(j) : row_of(i)];
+        // A row whose every score is -inf has no gradient: -inf + inf is NaN.
+        s[i][j] = Exponential(1)(x - (lse == -kInfinity ? kInfinity : lse));
+        slope[i][j] = score.slope(x);
       }
-      if (PARTS & 1) {
-        put(shared, ds);
-        accumulate_slices(wide, shared, theirs, other0, others, p.d);
+    hide(s);
+
+    if (PARTS & 2) {
+      put(shared.p, s);
+#pragma unroll
+      for (int n = 0; n < kValue; ++n, turn ^= 1) {
+        arrived();
+        if (n + 1 < kValue)
+          fetch_value(turn ^ 1, at, n + 1, false);
+        else if (PARTS & 1)
+          fetch_value(turn ^ 1, at, 0, true);
+        else
+          fetch_next(turn ^ 1);
+        accumulate(value[n], shared.p, shared.theirs[turn].straight, STREAMED);
+      }
+    }
+    if (PARTS & 1) {
+      // dP, then dS = P (dP - delta), times the softcap's slope.
+      Scores ds;
+      clear(ds);
+#pragma unroll 1
+      for (int n = 0; n < kValue; ++n, turn ^= 1) {
+        arrived();
+        if (n + 1 < kValue)
+          fetch_value(turn ^ 1, at, n + 1, true);
+        else
+          fetch_wide(turn ^ 1, at, 0, false);
+        accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
+                   min(p.v_width - n * SLICE, SLICE));
+      }
+#pragma unroll
+      for (int i = 0; i < kM; ++i)
+#pragma unroll
+        for (int j = 0; j < kS; ++j) {
+          const Real delta = shared.stats[1][KEYS ? column_of(j) : row_of(i)];
+          ds[i][j] = s[i][j] * (ds[i][j] - delta) * slope[i][j];
+        }
+      hide(ds);
+      put(shared.p, ds);
+#pragma unroll
+      for (int n = 0; n < kHead; ++n, turn ^= 1) {
+        arrived();
+        if (n + 1 < kHead)
+          fetch_wide(turn ^ 1, at, n + 1, false);
+        else
+          fetch_next(turn ^ 1);
+        accumulate(wide[n], shared.p, shared.theirs[turn].straight, STREAMED);
       }
     }
   }
 
   Real scale[kM], one[kM];
 #pragma unroll
-  for (int i = 0; i < kM; ++i) scale[i] = p.scale, one[i] = 1;
+  for (int i = 0; i < kM; ++i) scale[i] = score.scale, one[i] = 1;
   if (PARTS & 1) store(Matrix(KEYS ? p.dk : p.dq, batch, head), wide, scale, row0, rows, p.d);
   if (PARTS & 2) store(Matrix(p.dv, batch, head), value, one, row0, rows, p.v_width);
 }

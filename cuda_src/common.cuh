@@ -79,6 +79,16 @@ DEVICE void copy4(unsigned to, const void* from, bool valid) {
 #endif
 }
 
+DEVICE void copy8(unsigned to, const void* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 8 : 0));
+#else
+  const unsigned long long x = valid ? *static_cast<const unsigned long long*>(from) : 0;
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(to), "l"(x));
+#endif
+}
+
 DEVICE void copies_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;");

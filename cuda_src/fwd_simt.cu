@@ -1,79 +1,124 @@
 // Forward for float32 and float64 on CUDA cores, at those dtypes' accuracy.
 //
-// Grid: one block per (query tile, head, batch entry), all on x. simt.cuh says how tiles are held;
-// P goes through `a`, where the slice of Q was, since only the warp that wrote it reads it.
-// Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, ROWS_PER_THREAD, WARPS, SOFTCAP,
-// VECTOR (1: rows of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691,
-// algorithm 1.
+// Grid: one block per (query tile, head, batch entry), all on x. simt.cuh says how tiles are held.
+// Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, STREAMED, ROWS_PER_THREAD, WARPS,
+// WHOLE, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive), VECTOR (1: rows
+// of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "simt.cuh"
 
-constexpr int kOut = kSlices(VALUE_DIM);
+using Memory = Shared<kHead>;
+static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 struct OnlineSoftmax {
   Real max[kM], sum[kM];  // sum: of this thread's columns only
 
   // s becomes exponentials; o is rescaled.
-  DEVICE void add(Part& s, Part (&o)[kOut]) {
+  DEVICE void add(Scores& s, Out (&o)[kValue], const Exponential& exponential) {
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
       Real top = s[i][0];
 #pragma unroll
-      for (int j = 1; j < kN; ++j) top = s[i][j] > top ? s[i][j] : top;
-      top = lanes_max(top);
-      top = top > max[i] ? top : max[i];
+      for (int j = 1; j < kS; ++j) top = larger(top, s[i][j]);
+      top = larger(max[i], lanes_max(top));
       // A row that has seen nothing: exp(-inf - 0) = 0, where -inf + inf would be NaN.
       const Real base = top == -kInfinity ? Real(0) : top;
-      const Real rescale = exp(max[i] - base);
+      const Real rescale = exponential(max[i] - base);
       max[i] = top;
       sum[i] *= rescale;
 #pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        s[i][j] = exp(s[i][j] - base);
+      for (int j = 0; j < kS; ++j) {
+        s[i][j] = exponential(s[i][j] - base);
         sum[i] += s[i][j];
       }
 #pragma unroll
-      for (int n = 0; n < kOut; ++n)
+      for (int n = 0; n < kValue; ++n)
 #pragma unroll
-        for (int j = 0; j < kN; ++j) o[n][i][j] *= rescale;
+        for (int j = 0; j < kO; ++j) o[n][i][j] *= rescale;
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params p) {
   extern __shared__ __align__(16) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Memory& shared = *reinterpret_cast<Memory*>(memory);
   const int tiles = (p.sq + kRows - 1) / kRows;
-  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const int q0 = (tiles - 1 - blockIdx.x % tiles) * kRows;  // under a causal mask the longest first
+  // Of all heads the last queries first: under a causal mask they take longest.
+  const int q0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * kRows;
+  const int head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads % p.batch;
   const Matrix q(p.q, batch, head), out(p.out, batch, head);
   const Matrix k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
   const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
   const Bounds last = k_bounds(min(q0 + kRows, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
 
-  const Scores score(p);
+  // Products are scaled in the exponent, where that keeps their order.
+  const Score score(p);
+  const Real factor = TRANSFORM ? Real(1) : score.scale;
+  const Exponential exponential(factor);
   OnlineSoftmax softmax;
-  Part o[kOut];
+  Out o[kValue];
 #pragma unroll
   for (int i = 0; i < kM; ++i) softmax.max[i] = -kInfinity, softmax.sum[i] = 0;
 #pragma unroll
-  for (int n = 0; n < kOut; ++n) clear(o[n]);
+  for (int n = 0; n < kValue; ++n) clear(o[n]);
 
-  for (int k0 = first.lo / SLICE * SLICE; k0 < last.hi; k0 += SLICE) {
-    Part s;
-    multiply(s, shared, q, q0, p.sq, k, k0, p.sk, p.d);
+  int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
+  const auto fetch_keys = [&](int buffer, int k0, int n) {
+    if (!WHOLE) fetch_turned<kRows>(shared.mine[buffer], q, q0, p.sq, n, p.d);
+    fetch_turned<STREAMED>(shared.theirs[buffer].turned, k, k0, p.sk, n, p.d);
+    copies_commit();
+  };
+  const auto fetch_values = [&](int buffer, int k0, int n) {
+    fetch(shared.theirs[buffer].straight, v, k0, p.sk, n, p.v_width);
+    copies_commit();
+  };
+
+  const int begin = first.lo / STREAMED * STREAMED;
+  if (WHOLE)
+    for (int n = 0; n < kHead; ++n) fetch_turned<kRows>(shared.mine[n], q, q0, p.sq, n, p.d);
+  fetch_keys(turn, begin, 0);
+  for (int k0 = begin; k0 < last.hi; k0 += STREAMED) {
+    Scores s;
+    clear(s);
+#pragma unroll 1
+    for (int n = 0; n < kHead; ++n, turn ^= 1) {
+      arrived();
+      if (n + 1 < kHead)
+        fetch_keys(turn ^ 1, k0, n + 1);
+      else
+        fetch_values(turn ^ 1, k0, 0);
+      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                 min(p.d - n * SLICE, SLICE));
+    }
+    if (TRANSFORM) {
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
-      const Bounds keys = k_bounds(q0 + row_of(i), p.sk, p.lo_shift, p.hi_shift);
+      for (int i = 0; i < kM; ++i)
 #pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        const int key = k0 + column_of(j);
-        s[i][j] = keys.lo <= key && key < keys.hi ? score(s[i][j]) : -kInfinity;
+        for (int j = 0; j < kS; ++j) s[i][j] = score(s[i][j]);
+    }
+    if (k0 < last.lo || k0 + STREAMED > first.hi) {  // not all of these rows see all of these keys
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+        const Bounds keys = k_bounds(q0 + row_of(i), p.sk, p.lo_shift, p.hi_shift);
+#pragma unroll
+        for (int j = 0; j < kS; ++j) {
+          const int key = k0 + column_of(j);
+          if (key < keys.lo || key >= keys.hi) s[i][j] = -kInfinity;
+        }
       }
     }
-    softmax.add(s, o);
-    put(shared, s);
-    accumulate_slices(o, shared, v, k0, p.sk, p.v_width);
+    softmax.add(s, o, exponential);
+    put(shared.p, s);
+#pragma unroll
+    for (int n = 0; n < kValue; ++n, turn ^= 1) {
+      arrived();
+      if (n + 1 < kValue)
+        fetch_values(turn ^ 1, k0, n + 1);
+      else if (k0 + STREAMED < last.hi)
+        fetch_keys(turn ^ 1, k0 + STREAMED, 0);
+      accumulate(o[n], shared.p, shared.theirs[turn].straight, STREAMED);
+    }
   }
+  copies_wait();  // of a block that had nothing to do
 
   Real inverse[kM];
 #pragma unroll
@@ -81,9 +126,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
     const Real total = lanes_sum(softmax.sum[i]);
     const int row = q0 + row_of(i);
     inverse[i] = total == 0 ? Real(0) : Real(1) / total;
-    if (threadIdx.x % 8 == 0 && row < p.sq)
+    if (lane_x() == 0 && row < p.sq)
       static_cast<Real*>(p.lse)[first_row(p, batch, head) + row] =
-          total == 0 ? -kInfinity : softmax.max[i] + log(total);
+          total == 0 ? -kInfinity : softmax.max[i] * factor + log(total);
   }
   store(out, o, inverse, q0, p.sq, p.v_width);
 }

@@ -1,192 +1,248 @@
 // Products in float or double on CUDA cores, without anything rounded to fewer bits.
 //
-// A warp owns 4 * kM rows of a tile and all SLICE columns: lane (y, x) = (lane / 8, lane % 8) holds
-// kM x kN of its numbers, in groups of 16 bytes, so that what a warp reads at once lies in
-// different banks. Operands come through shared memory SLICE columns at a time, the summed index
-// first: `a` [SLICE][kRows] and `b` [SLICE][SLICE]. A warp reads only its own rows' part of `a`.
+// A block owns kRows rows of a product, each of its warps 4 kM of them; other rows stream past,
+// STREAMED at a time, in slices of SLICE columns. All products are sums over the first index of two
+// tiles in shared memory, c += left^T right:
+//   scores += mine theirs^T   both turned on their way in: columns first
+//   out    += p theirs        p is written columns first, theirs lie as in global memory
+// Then a thread reads kM numbers of one and kN of the other in groups of 16 bytes, for kM x kN
+// multiply-adds. Lane (y, x) = (0 .. 3, 0 .. 7) of a warp holds the groups y, y + 4, ... of the
+// warp's rows and the groups x, x + 8, ... of the columns.
 #pragma once
+#include "common.cuh"
 #include "mask.cuh"
 #include "params.cuh"
 
 using Real = REAL;
 constexpr int kVector = 16 / sizeof(Real);
 constexpr int kThreads = 32 * WARPS;
-constexpr int kM = ROWS_PER_THREAD, kN = SLICE / 8;
-constexpr int kRows = 4 * kM * WARPS;
-static_assert(kM % kVector == 0 && kN % kVector == 0, "whole 16-byte groups");
+constexpr int kM = ROWS_PER_THREAD, kRows = 4 * kM * WARPS;
+constexpr int kS = STREAMED / 8, kO = SLICE / 8;  // a thread's columns of scores and of a slice
+constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
+static_assert(kM % kVector == 0 && kS % kVector == 0 && kO % kVector == 0, "whole groups");
 
-// One group of columns more: then rows of `a` start 16 bytes of banks apart.
-constexpr int kAPitch = kRows + kVector, kBPitch = SLICE + kVector;
+// Steps of a product that are unrolled: 16 are up to 4 % faster than 8, and 8 % than 4, but 3 %
+// slower for the backward pass of wide heads in float (docs/kernels.md).
+constexpr int kUnroll = sizeof(Real) == 4 && kHead * SLICE > 128 ? 8 : 16;
+static_assert(STREAMED % kUnroll == 0 && SLICE % kUnroll == 0, "whole steps");
+
+// Rows in shared memory start 16 bytes of banks apart.
+DEVICE constexpr int pitch(int width) { return width + kVector; }
 
 constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
 
+using Matrix = Head<Real>;
+template <int kCount>
+using Turned = Real[SLICE][pitch(kCount)];  // a slice of kCount rows, columns first
+using Straight = Real[STREAMED][pitch(SLICE)];
+using Scores = Real[kM][kS];
+using Out = Real[kM][kO];
+
+// kSlices: of the block's own rows. With WHOLE they stay, otherwise they pass with the others'.
+template <int kSlices>
 struct __align__(16) Shared {
-  Real a[SLICE][kAPitch];
-  Real b[SLICE][kBPitch];
+  Turned<kRows> mine[WHOLE ? kSlices : 2];
+  Real p[STREAMED][pitch(kRows)];  // a warp's part is its own
+  union {
+    Turned<STREAMED> turned;
+    Straight straight;
+  } theirs[2];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 struct __align__(16) Group {
   Real x[kVector];
 };
 
-DEVICE constexpr int kSlices(int width) { return (width + SLICE - 1) / SLICE; }
+// Neighbours in pairs have the same x, and pairs of pairs the same y: than with x = lane % 8, the
+// products in double were 11 % faster, those in float 1 to 4 %.
+DEVICE int lane_x() { return threadIdx.x / 2 % 8; }
+DEVICE int lane_y() { return threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2; }
 
-using Matrix = Head<Real>;
-
-// Where element i of a thread's kM rows, or j of its kN columns, lies in the tile.
+// Where element i of a thread's kM rows, or j of its columns, lies in the tile.
 DEVICE int row_of(int i) {
-  const int warp = threadIdx.x / 32, y = threadIdx.x % 32 / 8;
-  return warp * 4 * kM + i / kVector * 4 * kVector + y * kVector + i % kVector;
+  return threadIdx.x / 32 * 4 * kM + (i / kVector * 4 + lane_y()) * kVector + i % kVector;
 }
-DEVICE int column_of(int j) {
-  return j / kVector * 8 * kVector + threadIdx.x % 8 * kVector + j % kVector;
+DEVICE int column_of(int j) { return (j / kVector * 8 + lane_x()) * kVector + j % kVector; }
+
+DEVICE const Group& group(const Real& first) { return reinterpret_cast<const Group&>(first); }
+
+// One element, or zero where it is not inside.
+DEVICE void copy_one(unsigned to, const void* from, bool inside) {
+  if (sizeof(Real) == 4)
+    copy4(to, from, inside);
+  else
+    copy8(to, from, inside);
 }
 
-// Elements [row][column ..] of x, zeros beyond its ends.
-DEVICE Group read_group(const Matrix& x, int row, int rows, int column, int width) {
-  Group g;
-  if (VECTOR && row < rows && column + kVector <= width)
-    return *reinterpret_cast<const Group*>(&x.at(row, column));
+// tile[i][j] = x[row0 + i][n SLICE + j], zeros beyond the ends of x; complete after arrived().
+DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, int width) {
+  constexpr int kSize = VECTOR ? kVector : 1, kAcross = SLICE / kSize, kStep = kThreads / kAcross;
+  static_assert(kThreads % kAcross == 0 && STREAMED % kStep == 0, "whole rows at a time");
+  const int i0 = threadIdx.x / kAcross, j = threadIdx.x % kAcross * kSize;
+  const int left = n * SLICE + j < width ? rows - row0 - i0 : 0;
+  const char* from =
+      x.data + (row0 + i0) * x.row + (n * SLICE + j) * (VECTOR ? sizeof(Real) : x.column);
+  const unsigned to = shared_address(&tile[i0][j]);
 #pragma unroll
-  for (int j = 0; j < kVector; ++j)
-    g.x[j] = row < rows && column + j < width ? x.at(row, column + j) : Real(0);
-  return g;
-}
-
-// tile[j][i] = x[row0 + i][column0 + j], kCount rows of x. Neighbouring threads have neighbouring
-// rows.
-template <int kCount, int kPitch>
-DEVICE void load_transposed(Real (&tile)[SLICE][kPitch], const Matrix& x, int row0, int rows,
-                            int column0, int width) {
-#pragma unroll 4
-  for (int n = threadIdx.x; n < kCount * (SLICE / kVector); n += kThreads) {
-    const int i = n % kCount, j = n / kCount * kVector;
-    const Group g = read_group(x, row0 + i, rows, column0 + j, width);
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) tile[j + e][i] = g.x[e];
+  for (int i = 0; i < STREAMED; i += kStep, from += kStep * x.row) {
+    const unsigned here = to + i * sizeof(tile[0]);
+    if (VECTOR)
+      copy16(here, from, i < left);
+    else
+      copy_one(here, from, i < left);
   }
 }
 
-// tile[i][j] = x[row0 + i][column0 + j], SLICE rows of x.
-template <int kPitch>
-DEVICE void load_straight(Real (&tile)[SLICE][kPitch], const Matrix& x, int row0, int rows,
-                          int column0, int width) {
-#pragma unroll 4
-  for (int n = threadIdx.x; n < SLICE * (SLICE / kVector); n += kThreads) {
-    const int i = n / (SLICE / kVector), j = n % (SLICE / kVector) * kVector;
-    *reinterpret_cast<Group*>(&tile[i][j]) = read_group(x, row0 + i, rows, column0 + j, width);
+// tile[j][i] = x[row0 + i][n SLICE + j], element by element: a warp copies 8 neighbours of each of
+// 4 rows at once, which lie in different banks.
+template <int kCount>
+DEVICE void fetch_turned(Turned<kCount>& tile, const Matrix& x, int row0, int rows, int n,
+                         int width) {
+  const int j0 = threadIdx.x % 8;
+  const long long step = VECTOR ? sizeof(Real) : x.column;
+#pragma unroll 1
+  for (int i = threadIdx.x / 8; i < kCount; i += kThreads / 8) {
+    const char* from = x.data + (row0 + i) * x.row + (n * SLICE + j0) * step;
+    const unsigned to = shared_address(&tile[j0][i]);
+    const int left = row0 + i < rows ? width - n * SLICE - j0 : 0;
+#pragma unroll
+    for (int j = 0; j < SLICE; j += 8)
+      copy_one(to + j * sizeof(tile[0]), from + j * step, j < left);
   }
 }
 
-using Part = Real[kM][kN];
+// What was fetched is there, and all are done with what came before it.
+DEVICE void arrived() {
+  copies_wait();
+  __syncthreads();
+}
 
-DEVICE void clear(Part& c) {
+template <int kN>
+DEVICE void clear(Real (&c)[kM][kN]) {
 #pragma unroll
   for (int i = 0; i < kM; ++i)
 #pragma unroll
     for (int j = 0; j < kN; ++j) c[i][j] = 0;
 }
 
-// c += a^T b: the sum over the first index of both.
-DEVICE void accumulate(Part& c, const Shared& shared) {
-#pragma unroll 4
-  for (int k = 0; k < SLICE; ++k) {
-    Real a[kM], b[kN];
+// c += left^T right: the sum over `steps` rows of both, up to a multiple of kUnroll. Columns are
+// taken there and back: an operand that two instructions in a row share need not be read again, and
+// reads of registers are what bounds these products (docs/kernels.md).
+template <int kN, int kLeftPitch, int kRightPitch>
+DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
+                       const Real (*right)[kRightPitch], int steps) {
+#pragma unroll 1
+  for (int k0 = 0; k0 < steps; k0 += kUnroll)
 #pragma unroll
-    for (int i = 0; i < kM; i += kVector) {
-      const Group g = *reinterpret_cast<const Group*>(&shared.a[k][row_of(i)]);
+    for (int k = k0; k < k0 + kUnroll; ++k) {
+      Group a[kM / kVector], b[kN / kVector];
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) a[i + e] = g.x[e];
+      for (int i = 0; i < kM; i += kVector) a[i / kVector] = group(left[k][row_of(i)]);
+#pragma unroll
+      for (int j = 0; j < kN; j += kVector) b[j / kVector] = group(right[k][column_of(j)]);
+#pragma unroll
+      for (int i = 0; i < kM; ++i)
+#pragma unroll
+        for (int m = 0; m < kN; ++m) {
+          const int j = i % 2 ? kN - 1 - m : m;
+          c[i][j] += a[i / kVector].x[i % kVector] * b[j / kVector].x[j % kVector];
+        }
     }
-#pragma unroll
-    for (int j = 0; j < kN; j += kVector) {
-      const Group g = *reinterpret_cast<const Group*>(&shared.b[k][column_of(j)]);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) b[j + e] = g.x[e];
-    }
-#pragma unroll
-    for (int i = 0; i < kM; ++i)
-#pragma unroll
-      for (int j = 0; j < kN; ++j) c[i][j] += a[i] * b[j];
-  }
 }
 
-// c = left right^T for the rows from i0 and j0 on, by slices of their width.
-DEVICE void multiply(Part& c, Shared& shared, const Matrix& left, int i0, int left_rows,
-                     const Matrix& right, int j0, int right_rows, int width) {
-  clear(c);
-  for (int column = 0; column < width; column += SLICE) {
-    __syncthreads();  // all are done with what a and b held
-    load_transposed<kRows>(shared.a, left, i0, left_rows, column, width);
-    load_transposed<SLICE>(shared.b, right, j0, right_rows, column, width);
-    __syncthreads();
-    accumulate(c, shared);
-  }
-}
-
-// The thread's part of a tile into `a`, columns first: only this warp reads it.
-DEVICE void put(Shared& shared, const Part& c) {
+// The thread's scores into p: only this warp reads them.
+DEVICE void put(Real (&p)[STREAMED][pitch(kRows)], const Scores& c) {
   __syncwarp();
 #pragma unroll
-  for (int j = 0; j < kN; ++j)
+  for (int j = 0; j < kS; ++j)
 #pragma unroll
     for (int i = 0; i < kM; i += kVector) {
       Group g;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) g.x[e] = c[i + e][j];
-      *reinterpret_cast<Group*>(&shared.a[column_of(j)][row_of(i)]) = g;
+      *reinterpret_cast<Group*>(&p[column_of(j)][row_of(i)]) = g;
     }
   __syncwarp();
 }
 
-// total[n] += (the tile in a) right, slice by slice of the width of right.
-template <int kSliceCount>
-DEVICE void accumulate_slices(Part (&total)[kSliceCount], Shared& shared, const Matrix& right,
-                              int j0, int rows, int width) {
-#pragma unroll
-  for (int n = 0; n < kSliceCount; ++n) {
-    __syncthreads();  // all are done with b
-    load_straight(shared.b, right, j0, rows, n * SLICE, width);
-    __syncthreads();
-    accumulate(total[n], shared);
-  }
-}
-
 // x[row0 + i][n SLICE + j] = factor[i] * part: each thread its own numbers.
-template <int kSliceCount>
-DEVICE void store(const Matrix& x, const Part (&part)[kSliceCount], const Real (&factor)[kM],
-                  int row0, int rows, int width) {
+template <int kSlices>
+DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&factor)[kM], int row0,
+                  int rows, int width) {
 #pragma unroll
-  for (int n = 0; n < kSliceCount; ++n)
+  for (int n = 0; n < kSlices; ++n)
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
-      for (int j = 0; j < kN; ++j) {
+      for (int j = 0; j < kO; ++j) {
         const int row = row0 + row_of(i), column = n * SLICE + column_of(j);
         if (row < rows && column < width) x.at(row, column) = part[n][i][j] * factor[i];
       }
 }
 
+DEVICE Real larger(Real x, Real y) {
+  if constexpr (sizeof(Real) == 4) return max(x, y);  // one instruction
+  return x > y ? x : y;
+}
+
 // Over the eight lanes that share rows.
 DEVICE Real lanes_max(Real x) {
 #pragma unroll
-  for (int lanes = 4; lanes > 0; lanes /= 2) {
-    const Real other = __shfl_xor_sync(~0u, x, lanes);
-    x = x > other ? x : other;
-  }
+  for (int lanes = 2; lanes < 16; lanes *= 2) x = larger(x, __shfl_xor_sync(~0u, x, lanes));
   return x;
 }
 DEVICE Real lanes_sum(Real x) {
 #pragma unroll
-  for (int lanes = 4; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  for (int lanes = 2; lanes < 16; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
   return x;
 }
 
+// exp(x) for x at most little more than 0: 14 steps and no branch, so that a thread's exponentials
+// overlap; CUDA's own has a branch each. The error relative to 1, not to a small result, is that of
+// the last rounding. Below 2^-1022 it is 0.
+DEVICE double exp_branchless(double x) {
+  constexpr double kToInteger = 0x1.8p52;  // added, leaves a whole number in the low bits
+  if (x < -1000) x = -1000;
+  const double shifted = fma(x, 1.4426950408889634, kToInteger);
+  const double r = fma(shifted - kToInteger, -0.6931471805599453, x);  // |r| <= log(2) / 2
+  // (e^r - 1 - r) / r^2 interpolated at 10 Chebyshev nodes: e^r to 1.6e-17.
+  constexpr double kTerms[] = {2.510038549551032e-08,
+                               2.7620088445409746e-07,
+                               2.7557268459997064e-06,
+                               2.4801521295954376e-05,
+                               1.9841269863053618e-04,
+                               1.3888888917213717e-03,
+                               8.333333333330062e-03,
+                               4.166666666662413e-02,
+                               1.6666666666666669e-01,
+                               5.000000000000001e-01,
+                               1,
+                               1};
+  double e = kTerms[0];
+#pragma unroll
+  for (int n = 1; n < 12; ++n) e = fma(e, r, kTerms[n]);
+  const int power = static_cast<int>(__builtin_bit_cast(long long, shifted));
+  const long long biased = min(max(power + 1023, 0), 2047);
+  return e * __builtin_bit_cast(double, biased << 52);
+}
+
+// exp(x * factor)
+struct Exponential {
+  Real unit;
+  DEVICE explicit Exponential(Real factor)
+      : unit(sizeof(Real) == 4 ? factor * Real(1.4426950408889634) : factor) {}
+  DEVICE Real operator()(Real x) const {
+    if constexpr (sizeof(Real) == 4)
+      return exp2_approx(x * unit);
+    else
+      return exp_branchless(x * unit);
+  }
+};
+
 // Scores from products: scale, then softcap.
-struct Scores {
+struct Score {
   Real scale, softcap;
-  DEVICE explicit Scores(const Params& p) : scale(p.scale), softcap(p.softcap) {}
+  DEVICE explicit Score(const Params& p) : scale(p.scale), softcap(p.softcap) {}
   DEVICE Real operator()(Real product) const {
     const Real s = product * scale;
     return SOFTCAP ? softcap * tanh(s / softcap) : s;

@@ -36,6 +36,9 @@ class Tiles(NamedTuple):
     # Of a 16-bit backward pass; elsewhere there is one buffer, and warps share no rows.
     stages: int = 2
     across: int = 1  # how many of the warps divide streamed rows among them; the others, resident
+    # On CUDA cores: columns at a time; resident rows stay in shared memory and do not stream too.
+    slice: int = 64
+    whole: bool = True
 
 
 class HopperTiles(NamedTuple):
@@ -85,23 +88,41 @@ _BACKWARD_16 = {
         Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
     ],
 }  # fmt: skip
-# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow; streamed is also
-# the number of columns of a slice.
+# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
+# is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s of a kernel, all its products
+# counted, of 67 in float32 and 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
+_SMALL = Tiles(64, 32, 4, slice=32, whole=False)
 _FORWARD_32 = {
-    64: [Tiles(128, 64, 4), Tiles(128, 32, 8)],
-    256: [Tiles(128, 64, 8), Tiles(128, 32, 8)],
+    64: [Tiles(128, 64, 4), Tiles(128, 32, 4), _SMALL],  # 43; 41; (256, 64, 8) 44
+    128: [Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 42; (128, 64, 8) 40
+    256: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL],  # 38; 33
 }
-_BACKWARD_32 = {
-    128: [Tiles(128, 64, 8), Tiles(128, 32, 8)],
-    256: [Tiles(128, 32, 8)],
+_BACKWARD_32 = {  # the pass for dK and dV / the pass for dQ
+    # 44 / 43; 43 / 42; 35 / 36
+    64: [Tiles(256, 32, 8), Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],
+    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL],  # 38 / 37; 36 / 35
+    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, whole=False), _SMALL],  # 27 / 27; 26 / 27
 }
-_64 = {64: [Tiles(64, 32, 4)], 256: [Tiles(64, 32, 8)]}
+_SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
+_FORWARD_64 = {
+    64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
+    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 4), _SMALL_64],  # 19.7; 14.5
+    256: [Tiles(64, 32, 8), Tiles(32, 32, 4, whole=False), _SMALL_64],  # 16.3
+}
+_BACKWARD_64 = {
+    # 20.6 / 20.5; 15.8 / 15.7; 15.3 / 15.2
+    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 2), _SMALL_64],
+    128: [Tiles(64, 32, 8), _SMALL_64],  # 16.6 / 15.5
+    # 14.4 / 14.5; 13.2 / 13.3
+    256: [Tiles(64, 32, 8, whole=False), Tiles(32, 32, 4, whole=False), _SMALL_64],
+}
 
 FORWARD = {
-    "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _64,
+    "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _FORWARD_64,
 }  # fmt: skip
 BACKWARD = {
-    "float16": _BACKWARD_16, "bfloat16": _BACKWARD_16, "float32": _BACKWARD_32, "float64": _64,
+    "float16": _BACKWARD_16, "bfloat16": _BACKWARD_16,
+    "float32": _BACKWARD_32, "float64": _BACKWARD_64,
 }  # fmt: skip
 
 
@@ -128,7 +149,10 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
-        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, {})
+        macros = {"TRANSFORM": int(problem.softcap is not None or problem.scale <= 0)}
+        return _simt_variant(
+            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0
+        )
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
@@ -146,13 +170,14 @@ def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[V
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     def step(entry, keys=0, parts=1):
         macros = {"KEYS": keys, "PARTS": parts}
-        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros)
+        kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
+        stats = 2 * (tiles.streamed if keys else tiles.resident)  # lse and delta
+        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros, kept, stats)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
     # Of dK (1) and dV (2): wide ones do not fit at once.
-    together = 64 if problem.dtype == "float32" else 0
-    parts_of_kv = (3,) if max(problem.d, problem.dv) <= together else (1, 2)
+    parts_of_kv = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
         (step("row_delta"), -(-heads * problem.sq // 8)),
         *((step("bwd_simt", 1, parts), heads_kv * k_blocks) for parts in parts_of_kv),
@@ -171,7 +196,7 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     # Queries of a turn at dQ. Turns of 64 cost 5 % at 128, and turns of 128 cost 8 % at 256. Blocks
     # of few heads wait for each other, a turn each.
     few = problem.batch * problem.heads < 16
-    turn = queries if few else max(queries, 64 if d > 128 else 128)
+    turn = max(queries, 64 if few or d > 128 else 128)
     macros = {
         "TURN": turn,
         "HEAD_DIM": d,
@@ -232,19 +257,27 @@ def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Vari
     return _variant(file, entry, tiles, vector, macros, shared)
 
 
-def _simt_variant(file, entry, problem, tiles, vector, macros) -> Variant:
-    group = 16 // problem.itemsize
+def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> Variant:
+    """`kept`: widths of the block's own rows; `stats`: numbers of lse and delta in its memory."""
     macros = {
         "REAL": REALS[problem.dtype],
-        "HEAD_DIM": _rounded_up(problem.d, tiles.streamed),
-        "VALUE_DIM": _rounded_up(problem.dv, tiles.streamed),
-        "SLICE": tiles.streamed,
+        "HEAD_DIM": _rounded_up(problem.d, tiles.slice),
+        "VALUE_DIM": _rounded_up(problem.dv, tiles.slice),
+        "SLICE": tiles.slice,
+        "STREAMED": tiles.streamed,
         "ROWS_PER_THREAD": tiles.resident // (4 * tiles.warps),
+        "WHOLE": int(tiles.whole),
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
-    shared = tiles.streamed * (tiles.resident + tiles.streamed + 2 * group) * problem.itemsize
-    return _variant(file, entry, tiles, vector, macros, shared)
+    slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
+    pad = 16 // problem.itemsize  # of every row
+    own_row = tiles.resident + pad
+    theirs = max(  # columns first, or as they lie
+        tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
+    )
+    numbers = (slices * tiles.slice + tiles.streamed) * own_row + 2 * theirs + stats
+    return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 
 def _variant(file, entry, tiles, vector, macros, shared) -> Variant:

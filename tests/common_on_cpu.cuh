@@ -80,6 +80,7 @@ inline void copies_wait() {
   copies_left -= committed.size();
   committed.clear();
 }
+inline void copy8(unsigned to, const void* from, bool valid) { begin_copy(to, from, 8, valid); }
 inline void store_shared(unsigned address, unsigned x) { shared<unsigned>(address) = x; }
 inline uint4 load_shared16(unsigned address) { return shared<uint4>(address); }
 
