@@ -46,7 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--quick", action="store_true", help="smaller sizes, a few seconds")
 
-    add("info", _info, "Show versions, devices, and which backend takes what, with which tiles.")
+    command = add(
+        "info", _info, "Show versions, devices, and which backend takes what, with which tiles."
+    )
+    command.add_argument(
+        "--kernels", action="store_true",
+        help="also compile the raw CUDA kernels: their registers and shared memory",
+    )  # fmt: skip
 
     command = add("trace", _trace, "Print the online softmax of a small example, tile by tile.")
     command.add_argument(
@@ -133,6 +139,8 @@ def _info(args: argparse.Namespace) -> int:
     _print_backends("cpu", "NumPy arrays")
     if cupy is not None:
         _print_backends("cuda", "CuPy arrays")
+        if args.kernels:
+            _print_kernels()
     cache = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     print("\nCompiled kernels")
     print(f"  through CuPy   {cache} (CUPY_CACHE_DIR moves it)")
@@ -201,6 +209,22 @@ def _print_backends(device: str, title: str) -> None:
     for (name, reason), cases in reasons.items():
         which = "" if len(cases) == len(rows) else f" ({', '.join(cases)})"
         print(f"  not {name}{which}: {reason}")
+
+
+def _print_kernels() -> None:
+    """What ptxas made of the raw CUDA kernels on this device."""
+    from . import cuda_backend
+
+    rows = []
+    for dtype in DTYPES:
+        for width in _WIDTHS:
+            problem = demo.sample_problem("cuda", dtype, 8, 4096, width)
+            if cuda_backend.unsupported(problem) is None:
+                for entry, *numbers in cuda_backend.resources(problem):
+                    rows.append((dtype, str(width), entry, *(f"{n:,}" for n in numbers)))
+    print("\nRaw CUDA kernels: registers and local memory a thread, shared memory a block")
+    columns = ("dtype", "width", "kernel", "threads", "registers", "local", "shared")
+    _print_table(columns, rows, indent=2)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], indent: int = 0) -> None:

@@ -43,10 +43,7 @@ def _inlined(name: str, seen: set[str]) -> str:
 
 
 def kernel(name: str, entry: str, macros: Macros, shared_bytes: int) -> Any:
-    """The kernel `entry` of file `name`, on the current device, compiled or from CuPy's cache.
-
-    It is the function behind CuPy's RawKernel, which would look for the device at every launch.
-    """
+    """The kernel `entry` of file `name`, on the current device, compiled or from CuPy's cache."""
     import cupy
 
     # sm90: what only Hopper's own instruction set has. CuPy names the plain architecture otherwise.
@@ -57,7 +54,7 @@ def kernel(name: str, entry: str, macros: Macros, shared_bytes: int) -> Any:
     function.max_dynamic_shared_size_bytes = shared_bytes
     variant = " ".join(f"{key}={value}" for key, value in macros)
     log.info("%s of %s (%s): %.2f s", entry, name, variant, time.perf_counter() - start)
-    return function.kernel
+    return function
 
 
 def cubin(name: str, macros: Macros, arch: str) -> tuple[bytes, str]:

@@ -325,6 +325,24 @@ def default_config(problem: Problem) -> Config:
     return config_for(problem, *_limits(cupy.cuda.runtime.getDevice())[:2])
 
 
+def resources(problem: Problem) -> list[tuple[str, int, int, int, int]]:
+    """What forward and backward launch on this device, compiled where they were not.
+
+    Entry point, threads, registers a thread, bytes of local memory a thread and of shared memory a
+    block.
+    """
+    import cupy
+
+    device, config = cupy.cuda.runtime.getDevice(), default_config(problem)
+    variants = [forward_variant(problem, config.forward, True)]
+    variants += [variant for variant, _ in backward_steps(problem, config.backward, True)]
+    kernels = [(v, _kernel(device, v)) for v in variants]
+    return [
+        (v.entry, v.threads, kernel.num_regs, kernel.local_size_bytes, v.shared_bytes)
+        for v, kernel in kernels
+    ]
+
+
 @functools.cache
 def _limits(device: int) -> tuple[int, int, int]:
     """Compute capability (major * 10 + minor), shared memory that a block may opt in to, and
@@ -541,8 +559,9 @@ def _template(p: Problem, strides: tuple) -> array.array:
 def _loaded(
     device: int, variants: list[tuple[Variant, int]]
 ) -> list[tuple[Any, tuple, tuple, int]]:
+    # The function behind a RawKernel, which itself looks for the device at every launch.
     return [
-        (_kernel(device, v), (blocks,), (v.threads,), v.shared_bytes)
+        (_kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes)
         for v, blocks in variants
         if blocks
     ]

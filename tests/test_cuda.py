@@ -172,6 +172,14 @@ def test_out_of_memory_leaves_everything_as_it_was():
     assert bool((flash_attention(q, q, q) == want).all())
 
 
+def test_resources():
+    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, 64, 64, 1.0)
+    entries, threads, registers, local, shared = zip(*cuda_backend.resources(p), strict=True)
+    assert entries[0].startswith("fwd_sm") and entries[1:] == ("row_delta", "bwd_sm80", "store_dq")
+    assert all(32 <= t <= 1024 for t in threads) and all(16 <= r <= 255 for r in registers)
+    assert max(local) <= 64 and max(shared) <= 227 * 1024
+
+
 def test_refusals():
     import cupy
 

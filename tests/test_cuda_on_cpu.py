@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def on_cpu(compiler, monkeypatch):
             left = run(grid[0], block[0], *args)
             assert left == 0, f"{variant.entry} does not wait for {left} copies"
 
-        return launch
+        return SimpleNamespace(kernel=launch)
 
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
     monkeypatch.setattr(cuda_backend, "_by_address", lambda: ctypes.c_void_p)
