@@ -45,6 +45,7 @@ def test_two_host_threads(gpu_backend):
     runs = [Run(case(100, 120, dtype=d, causal=True), cupy, seed=i) for i, d in
             enumerate(("bfloat16", "float16") * 2)]  # fmt: skip
     want = [run.forward(backend=gpu_backend) for run in runs]
+    cupy.cuda.Device().synchronize()  # the threads' streams do not wait for this one's
     failures = []
 
     def work(run, expected):
