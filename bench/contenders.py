@@ -4,17 +4,7 @@
 function of no arguments: the work that is timed. That returns `out`, or (dq, dk, dv) for a
 backward case, on the axes of cuflash, as arrays or PyTorch tensors. What a backward pass needs
 from the forward pass is made in `prepare`. It raises Refused where it cannot do the case.
-A wheel that takes (batch, length, heads, width) tensors, for example::
-
-    def _some_wheel(case, x):
-        from some_wheel import attention  # importable, or the contender is not listed
-
-        if case.backward or case.dtype not in ("float16", "bfloat16"):
-            raise Refused("forward in 16 bits only")
-        q, k, v = (_tensor(a).transpose(1, 2) for a in (x.q, x.k, x.v))
-        return lambda: attention(q, k, v, causal=case.causal).transpose(1, 2)
-
-    Contender("some wheel", _some_wheel, memory="torch")
+`_flash_attention_4` shows how a wheel comes in.
 """
 
 from __future__ import annotations
@@ -62,7 +52,16 @@ def contenders(device: str) -> list[Contender]:
         found.append(Contender("materialised by head", _materialised_by_head, own))
     if importlib.util.find_spec("torch"):
         found += _torch_on_gpu() if device == "cuda" else [Contender("PyTorch", _torch, "")]
+        if device == "cuda" and _importable("flash_attn.cute"):
+            found.append(Contender("FlashAttention-4", _flash_attention_4, "torch"))
     return found
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
 
 
 # --- cuflash. ---
@@ -209,6 +208,30 @@ def _torch(case: Case, x: Inputs) -> Call:
     if not case.backward:
         return lambda: attention(q, k, v)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _flash_attention_4(case: Case, x: Inputs) -> Call:
+    """The wheel flash-attn-4; it wants (batch, length, heads, width) memory."""
+    import torch
+    from flash_attn.cute import flash_attn_func
+
+    if case.dtype not in ("float16", "bfloat16"):
+        raise Refused("16-bit dtypes only")
+    dout, q, k, v = (_tensor(a).transpose(1, 2).contiguous() for a in x)
+    leaves = (q, k, v)
+    for leaf in leaves if case.backward else ():
+        leaf.requires_grad_()
+
+    def forward() -> Any:
+        out = flash_attn_func(q, k, v, causal=case.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    if not case.backward:
+        return lambda: forward().transpose(1, 2)
+    out = forward()
+    return lambda: tuple(
+        grad.transpose(1, 2) for grad in torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    )
 
 
 def _tensor(a: Any) -> Any:
