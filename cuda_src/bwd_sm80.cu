@@ -13,17 +13,17 @@
 // and dK as they lie, and stay in registers; only dQ needs dS from all warps.
 //
 // All blocks of a head add to the same dQ. They take turns, in the order of their keys, so that
-// results repeat bit for bit: a turn is TURN queries, and a counter for each turn and warp (the
-// same warp has the same part of dQ in every block) says how many blocks have added. A block waits
-// only for blocks with smaller indices; GPUs start blocks in the order of their indices, though
-// CUDA does not promise it, so those have started. Blocks that run together belong to many heads
-// (kTogether), and the few of one head follow each other at the distance of a turn.
+// results repeat bit for bit: a turn is 2^turn_bits queries, and a counter for each turn and warp
+// (the same warp has the same part of dQ in every block) says how many blocks have added. A block
+// waits only for blocks with smaller indices; GPUs start blocks in the order of their indices,
+// though CUDA does not promise it, so those have started. Blocks that run together belong to many
+// heads (kTogether), and the few of one head follow each other at the distance of a turn.
 //
 // STAGES, buffers for Q and dO:
 //   1  copied in when needed
 //   2  the next tile is copied in meanwhile; a barrier before S and one before the other products
 //   3  as 2, with two buffers for P and dS, and the second barrier alone
-// Options: as fwd_sm80.cu; BLOCK_K, BLOCK_Q, WARPS_K, WARPS_Q; STAGES; TURN, a multiple of BLOCK_Q.
+// Options: as fwd_sm80.cu; BLOCK_K, BLOCK_Q, WARPS_K, WARPS_Q; STAGES.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "softmax.cuh"
 #include "tile.cuh"
@@ -36,7 +36,6 @@ constexpr bool kInRegisters = WARPS_Q == 1, kOneBarrier = STAGES == 3;
 constexpr int kTogether = HEAD_DIM > 128 ? 8 : 32;
 static_assert(BLOCK_K % (16 * WARPS_K) == 0 && BLOCK_Q % (16 * WARPS_Q) == 0, "blocks of 16 x 16");
 static_assert(HEAD_DIM % (16 * WARPS_Q) == 0 && VALUE_DIM % (16 * WARPS_Q) == 0, "the same");
-static_assert(TURN % BLOCK_Q == 0, "whole tiles");
 
 using KTile = Tile<BLOCK_K, HEAD_DIM, kThreads>;
 using VTile = Tile<BLOCK_K, VALUE_DIM, kThreads>;
@@ -187,11 +186,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     const unsigned p_tile = shared_address(&shared.ds_p[kOneBarrier ? i % 2 : 0][!kInRegisters]);
 
     // The counter is asked early: once it is needed, the answer is there.
-    const bool enters = q0 == q_last || (q0 + BLOCK_Q) % TURN == 0;
-    const int q_turn = q0 / TURN * TURN, turns = (p.sq + TURN - 1) / TURN;
-    const int turn = tile - k_bounds(q_turn, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
-    const int counter = ((batch * p.heads + q_head) * turns + q0 / TURN) * kWarps +
-                        static_cast<int>(threadIdx.x) / 32;
+    const int q_turn = q0 >> p.turn_bits, turns = ((p.sq - 1) >> p.turn_bits) + 1;
+    const bool enters = q0 == q_last || (q0 + BLOCK_Q) >> p.turn_bits != q_turn;
+    const int turn =
+        tile - k_bounds(q_turn << p.turn_bits, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
+    const int counter =
+        ((batch * p.heads + q_head) * turns + q_turn) * kWarps + static_cast<int>(threadIdx.x) / 32;
     const int count = enters && threadIdx.x % 32 == 0 ? load_relaxed(counters + counter) : 0;
     auto take_turn = [&] {
       if (enters && threadIdx.x % 32 == 0) {

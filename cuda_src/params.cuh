@@ -18,6 +18,7 @@ struct Params {
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;  // of k_bounds
   int section;             // heads that a Hopper launch works on at a time
+  int turn_bits;           // of bwd_sm80: 2^turn_bits queries are a turn, whole tiles
   double scale, softcap;   // softcap 0: none
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");

@@ -19,7 +19,7 @@ from . import _compile
 from .problem import Problem
 
 #: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
-PARAMS = struct.Struct("46q10i2d")
+PARAMS = struct.Struct("46q11i4x2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -193,12 +193,7 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     shared = _tile_bytes(keys, d) + _tile_bytes(keys, dv) + tiles.stages * stage
     shared += (2 if tiles.stages == 3 else 1) * ds_and_p
     shared += _rounded_up(tiles.stages * 2 * 4 * queries, 1024)  # lse and delta
-    # Queries of a turn at dQ. Turns of 64 cost 5 % at 128, and turns of 128 cost 8 % at 256. Blocks
-    # of few heads wait for each other, a turn each.
-    few = problem.batch * problem.heads < 16
-    turn = max(queries, 64 if few or d > 128 else 128)
     macros = {
-        "TURN": turn,
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
         "BLOCK_K": keys,
@@ -549,11 +544,21 @@ def _section(p: Problem) -> int:
     return max(1, min(int(heads_kv) * p.group, p.batch * p.heads))
 
 
+def _turn_bits(p: Problem) -> int:
+    """2^this queries are a turn of bwd_sm80 at dQ.
+
+    Turns of 64 cost 5 % at a width of 128, and turns of 128 cost 8 % at 256. Where heads are few,
+    their blocks wait for each other, a turn each.
+    """
+    return 6 if p.d > 128 or p.batch * p.heads < 16 else 7
+
+
 def _template(p: Problem, strides: tuple) -> array.array:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (46 - len(words))
-    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, _section(p)
-    return array.array("q", PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0))
+    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
+    packed = PARAMS.pack(*words, *sizes, _section(p), _turn_bits(p), p.scale, p.softcap or 0.0)
+    return array.array("q", packed)
 
 
 def _loaded(
