@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+import pytest
 from cases import Run, case
 
 from cuflash import flash_attention, flash_attention_grad
@@ -62,3 +63,21 @@ def test_two_host_threads(gpu_backend):
     for t in threads:
         t.join()
     assert not failures
+
+
+def test_two_devices(gpu_backend):
+    # Each has its own modules; the result is where the arrays are, whichever device is current.
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    run = Run(case(100, 120, dtype="float16", causal=True), cupy)
+    arrays = run.q, run.k, run.v
+    with cupy.cuda.Device(1):
+        there = [cupy.asarray(x.get()) for x in arrays]
+    for moved in (arrays, there, arrays):
+        out, lse = flash_attention(*moved, causal=True, return_lse=True, backend=gpu_backend)
+        grads = flash_attention_grad(out, *moved, out, lse, causal=True, backend=gpu_backend)
+        device = moved[0].device
+        assert all(x.device == device for x in (out, lse, *grads))
+        run.check_forward(out, lse)
