@@ -17,7 +17,9 @@
 // (the same warp has the same part of dQ in every block) says how many blocks have added. A block
 // waits only for blocks with smaller indices; GPUs start blocks in the order of their indices,
 // though CUDA does not promise it, so those have started. Blocks that run together belong to many
-// heads (kTogether), and the few of one head follow each other at the distance of a turn.
+// heads (kTogether), and the few of one head follow each other at the distance of a turn, at which
+// the fence that takes the next turn passes on the last one. Where heads are few all blocks of one
+// run together, and a fence of its own passes on each turn at once (pass_at_once).
 //
 // STAGES, buffers for Q and dO:
 //   1  copied in when needed
@@ -158,8 +160,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
   float dk[kM][HEAD_DIM / 8 / WARPS_Q][4], dv[kM][VALUE_DIM / 8 / WARPS_Q][4];
   clear(dk);
   clear(dv);
-  int* const counters = p.counters;
-  int held = -1;  // the counter of this warp's turn
+  int held = -1;  // the counter of this warp's turn, in lane 0
+  auto pass_turn = [&] {
+    if (held < 0) return;
+    fence();
+    count_up(p.counters + held);
+    held = -1;
+  };
 
   KTile::load<VECTOR>(k_tile, Slice(p.k, batch, head), k0, p.sk, p.d);
   VTile::load<VECTOR>(v_tile, Slice(p.v, batch, head), k0, p.sk, p.v_width);
@@ -188,18 +195,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     // The counter is asked early: once it is needed, the answer is there.
     const int q_turn = q0 >> p.turn_bits, turns = ((p.sq - 1) >> p.turn_bits) + 1;
     const bool enters = q0 == q_last || (q0 + BLOCK_Q) >> p.turn_bits != q_turn;
+    if (p.pass_at_once && enters) {
+      __syncwarp();
+      pass_turn();
+    }
     const int turn =
         tile - k_bounds(q_turn << p.turn_bits, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
     const int counter =
         ((batch * p.heads + q_head) * turns + q_turn) * kWarps + static_cast<int>(threadIdx.x) / 32;
-    const int count = enters && threadIdx.x % 32 == 0 ? load_relaxed(counters + counter) : 0;
+    const int count = enters && threadIdx.x % 32 == 0 ? load_relaxed(p.counters + counter) : 0;
     auto take_turn = [&] {
       if (enters && threadIdx.x % 32 == 0) {
         fence();  // between what was added and passing it on, and between count and adding
-        if (held >= 0) count_up(counters + held);
+        if (held >= 0) count_up(p.counters + held);
         held = counter;
         if (count != turn)
-          while (load_acquire(counters + counter) != turn) continue;
+          while (load_acquire(p.counters + counter) != turn) continue;
       }
       __syncwarp();
     };
@@ -276,10 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
   }
   copies_wait();
   __syncthreads();
-  if (held >= 0) {
-    fence();
-    count_up(counters + held);
-  }
+  pass_turn();
 
   scale_by(dk, static_cast<float>(p.scale));
   stage_rows<Element, KTile>(dk, k_share, k_tile);

@@ -16,10 +16,10 @@ struct Params {
   float* dq_sum;                         // of bwd_sm80: dQ in tiles
   int* counters;  // from 0; bwd_sm80: turns taken at dq_sum; fwd_sm90: tiles given out, or null
   int batch, heads, group, sq, sk, d, v_width;
-  int lo_shift, hi_shift;  // of k_bounds
-  int section;             // heads that a Hopper launch works on at a time
-  int turn_bits;           // of bwd_sm80: 2^turn_bits queries are a turn, whole tiles
-  double scale, softcap;   // softcap 0: none
+  int lo_shift, hi_shift;       // of k_bounds
+  int section;                  // heads that a Hopper launch works on at a time
+  int turn_bits, pass_at_once;  // of bwd_sm80: 2^turn_bits queries are a turn, whole tiles
+  double scale, softcap;        // softcap 0: none
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");
 

@@ -19,7 +19,7 @@ from . import _compile
 from .problem import Problem
 
 #: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
-PARAMS = struct.Struct("46q11i4x2d")
+PARAMS = struct.Struct("46q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -544,20 +544,21 @@ def _section(p: Problem) -> int:
     return max(1, min(int(heads_kv) * p.group, p.batch * p.heads))
 
 
-def _turn_bits(p: Problem) -> int:
-    """2^this queries are a turn of bwd_sm80 at dQ.
+def _turns(p: Problem) -> tuple[int, int]:
+    """Of bwd_sm80: 2^this queries are a turn at dQ, and whether it is passed on at once.
 
     Turns of 64 cost 5 % at a width of 128, and turns of 128 cost 8 % at 256. Where heads are few,
-    their blocks wait for each other, a turn each.
+    all blocks of one wait for each other.
     """
-    return 6 if p.d > 128 or p.batch * p.heads < 16 else 7
+    few = p.batch * p.heads < 16
+    return 6 if few or p.d > 128 else 7, int(few)
 
 
 def _template(p: Problem, strides: tuple) -> array.array:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (46 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
-    packed = PARAMS.pack(*words, *sizes, _section(p), _turn_bits(p), p.scale, p.softcap or 0.0)
+    packed = PARAMS.pack(*words, *sizes, _section(p), *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)
 
 
