@@ -139,25 +139,27 @@ def test_extra_memory():
 def test_graph_capture(causal):
     import cupy
 
-    options = {"causal": causal, "backend": "cuda"}
     q, k, v = (normal(cupy, 1, 4, 300, 64, dtype="float16", seed=i) for i in range(3))
-    out, lse = flash_attention(q, k, v, return_lse=True, **options)  # compiles outside of it
-    flash_attention_grad(out, q, k, v, out, lse, **options)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        got, got_lse = flash_attention(q, k, v, return_lse=True, **options)
-        got_grads = flash_attention_grad(got, q, k, v, got, got_lse, **options)
-        graph = stream.end_capture()
+
+    def call():
+        options = {"causal": causal, "backend": "cuda"}
+        out, lse = flash_attention(q, k, v, return_lse=True, **options)
+        return (out, lse, *flash_attention_grad(out, q, k, v, out, lse, **options))
+
+    cupy.cuda.Device().synchronize()
+    pool = cupy.cuda.MemoryPool()  # of its own, as docs/api.md says
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()  # kernels and memory exist before the capture
+            stream.begin_capture()
+            got = call()
+            graph = stream.end_capture()
+        others = [cupy.full(1 << n, 7, "float32") for n in range(8, 20)]
         for scale in (1.0, 0.5):
             v *= scale
             graph.launch()
-            stream.synchronize()
-            want, want_lse = flash_attention(q, k, v, return_lse=True, **options)
-            wanted = flash_attention_grad(want, q, k, v, want, want_lse, **options)
-            stream.synchronize()
-            assert bool((got == want).all())
-            assert all(bool((g == w).all()) for g, w in zip(got_grads, wanted, strict=True))
+            assert all(bool((g == w).all()) for g, w in zip(got, call(), strict=True))
+            assert all(bool((x == 7).all()) for x in others)
 
 
 def test_out_of_memory_leaves_everything_as_it_was():
