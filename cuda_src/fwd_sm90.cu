@@ -269,8 +269,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (; k0 >= k_stop && (k0 >= last.hi || row0 >= p.sq); k0 -= BLOCK_K, ++turn) {
       const int stage = turn % STAGES;
       barrier_wait(k_full + 8 * stage, turn / STAGES % 2);
-      release(k_empty + 8 * stage);
       barrier_wait(v_full + 8 * stage, turn / STAGES % 2);
+      __syncwarp();  // all lanes have seen it before the next phase may begin
+      release(k_empty + 8 * stage);
       release(v_empty + 8 * stage);
     }
     OnlineSoftmax<1> softmax;
