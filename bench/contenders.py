@@ -193,45 +193,43 @@ def _torch(case: Case, x: Inputs) -> Call:
         is_causal=case.causal,
         enable_gqa=case.heads != case.heads_kv,
     )
-    leaves = (q, k, v)
-    for leaf in leaves if case.backward else ():
-        leaf.requires_grad_()
     with warnings.catch_warnings(record=True) as why:
         warnings.simplefilter("always")
         try:
-            out = attention(q, k, v)
+            return _torch_call(case, lambda: attention(q, k, v), (dout, q, k, v))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as refusal:
             reasons = (str(w.message).partition(" (Triggered")[0] for w in why)
             raise Refused("; ".join([str(refusal).partition("\n")[0], *reasons])) from None
-    if not case.backward:
-        return lambda: attention(q, k, v)
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def _flash_attention_4(case: Case, x: Inputs) -> Call:
     """The wheel flash-attn-4; it wants (batch, length, heads, width) memory."""
-    import torch
     from flash_attn.cute import flash_attn_func
 
     if case.dtype not in ("float16", "bfloat16"):
         raise Refused("16-bit dtypes only")
-    dout, q, k, v = (_tensor(a).transpose(1, 2).contiguous() for a in x)
-    leaves = (q, k, v)
+    dout, q, k, v = (_tensor(a).transpose(1, 2).contiguous().transpose(1, 2) for a in x)
+
+    def attention() -> Any:
+        out = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return _torch_call(case, attention, (dout, q, k, v))
+
+
+def _torch_call(case: Case, attention: Call, tensors: tuple) -> Call:
+    """`attention`, or the gradients of its result; it has been called once."""
+    import torch
+
+    dout, *leaves = tensors
     for leaf in leaves if case.backward else ():
         leaf.requires_grad_()
-
-    def forward() -> Any:
-        out = flash_attn_func(q, k, v, causal=case.causal)
-        return out[0] if isinstance(out, tuple) else out
-
+    out = attention()
     if not case.backward:
-        return lambda: forward().transpose(1, 2)
-    out = forward()
-    return lambda: tuple(
-        grad.transpose(1, 2) for grad in torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    )
+        return attention
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
 def _tensor(a: Any) -> Any:

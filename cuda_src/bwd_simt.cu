@@ -7,6 +7,7 @@
 // No atomics, results repeat bit for bit.
 // Options: as fwd_simt.cu; KEYS; PARTS: dK (1), dV (2), for KEYS 0: 1.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
+#include "delta.cuh"
 #include "simt.cuh"
 
 // dV alone has no use for the block's own values.
@@ -18,16 +19,7 @@ struct Memory : Shared<kMine> {
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 extern "C" __global__ void row_delta(const Params p) {
-  const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  if (row >= static_cast<long long>(p.batch) * p.heads * p.sq) return;
-  const int i = row % p.sq, head = row / p.sq % p.heads, batch = row / p.sq / p.heads;
-  const Matrix dout(p.dout, batch, head), out(p.out, batch, head);
-  Real sum = 0;
-  for (int c = threadIdx.x % 32; c < p.v_width; c += 32) sum += dout.at(i, c) * out.at(i, c);
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  if (threadIdx.x % 32 == 0)
-    static_cast<Real*>(p.delta)[row] = p.dlse ? sum - static_cast<const Real*>(p.dlse)[row] : sum;
+  write_delta<Real, Real>(p, [](Real x) { return x; }, [](long long) {});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {
@@ -65,25 +57,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       start.row0 < last.hi ? start.head + partners : start.head;  // none where it sees none
 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
-  // `both`: for a dot product, where the block's own slice comes along if it does not stay.
-  const auto fetch_wide = [&](int buffer, Place at, int n, bool both) {
-    const Matrix theirs(KEYS ? p.q : p.k, batch, at.head);
-    if (!WHOLE && both) fetch_turned<kRows>(shared.mine[buffer], mine, row0, rows, n, p.d);
-    if (both)
-      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, p.d);
+  // Slice n of Q or K (wide), or of dO or V. `turned`: for a product with the block's own rows, of
+  // which the slice comes along if they do not stay.
+  const auto fetch_slice = [&](int buffer, Place at, int n, bool turned, bool is_wide) {
+    const Array& of = is_wide ? KEYS ? p.q : p.k : KEYS ? p.dout : p.v;
+    const Matrix theirs(of, batch, at.head);
+    const int width = is_wide ? p.d : p.v_width;
+    if (!WHOLE && turned)
+      fetch_turned<kRows>(shared.mine[buffer], is_wide ? mine : mine_value, row0, rows, n, width);
+    if (turned)
+      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, width);
     else
-      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, p.d);
+      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, width);
     copies_commit();
   };
-  const auto fetch_value = [&](int buffer, Place at, int n, bool both) {
-    const Matrix theirs(KEYS ? p.dout : p.v, batch, at.head);
-    if (!WHOLE && both)
-      fetch_turned<kRows>(shared.mine[buffer], mine_value, row0, rows, n, p.v_width);
-    if (both)
-      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, p.v_width);
-    else
-      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, p.v_width);
-    copies_commit();
+  const auto fetch_wide = [&](int buffer, Place at, int n, bool turned) {
+    fetch_slice(buffer, at, n, turned, true);
+  };
+  const auto fetch_value = [&](int buffer, Place at, int n, bool turned) {
+    fetch_slice(buffer, at, n, turned, false);
   };
   const auto fetch_stats = [&](int query0, int query_head) {
     const long long row = first_row(p, batch, query_head) + query0;

@@ -27,6 +27,7 @@
 //   3  as 2, with two buffers for P and dS, and the second barrier alone
 // Options: as fwd_sm80.cu; BLOCK_K, BLOCK_Q, WARPS_K, WARPS_Q; STAGES.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
+#include "delta.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -93,20 +94,11 @@ DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, cons
 }
 
 extern "C" __global__ void row_delta(const Params p) {
-  const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  if (row >= static_cast<long long>(p.batch) * p.heads * p.sq) return;
-  const int i = row % p.sq, head = row / p.sq % p.heads, batch = row / p.sq / p.heads;
-  const Slice dout(p.dout, batch, head), out(p.out, batch, head);
-  float sum = 0;
-  for (int c = threadIdx.x % 32; c < p.v_width; c += 32)
-    sum += to_float<Element>(dout.at(i, c)) * to_float<Element>(out.at(i, c));
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  if (threadIdx.x % 32) return;
-  static_cast<float*>(p.delta)[row] = p.dlse ? sum - static_cast<const float*>(p.dlse)[row] : sum;
-  // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
-  const float lse = static_cast<const float*>(p.lse)[row];
-  static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+  write_delta<float, unsigned short>(p, to_float<Element>, [&](long long row) {
+    // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
+    const float lse = static_cast<const float*>(p.lse)[row];
+    static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+  });
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params p) {

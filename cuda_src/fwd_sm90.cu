@@ -125,16 +125,9 @@ DEVICE void store(const Params& p, const Work& work, OnlineSoftmax<kM>& softmax,
         words[i] = pack<ELEMENT>(o[0][n + i][2 * r] * inverse, o[0][n + i][2 * r + 1] * inverse);
       transpose_in_quad(words);
       const int column = (n + threadIdx.x % 4) * 8;
-      if (row >= p.sq || column >= p.v_width) continue;
-      char* to = out.data + row * out.row + column * out.column;
-      if constexpr (VECTOR) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (column + j < p.v_width)
-            *reinterpret_cast<unsigned short*>(to + j * out.column) = words[j / 2] >> j % 2 * 16;
-      }
+      if (row < p.sq && column < p.v_width)
+        store_group<VECTOR>(out, row, column, p.v_width,
+                            make_uint4(words[0], words[1], words[2], words[3]));
     }
   }
 }

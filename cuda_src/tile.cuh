@@ -8,6 +8,21 @@
 
 using Slice = Head<unsigned short>;  // elements as bits
 
+// Eight elements of a row of x, from this column on; none beyond the width.
+template <bool kVector>
+DEVICE void store_group(const Slice& x, int row, int column, int width, uint4 e) {
+  char* to = x.data + row * x.row + column * x.column;
+  if constexpr (kVector) {
+    *reinterpret_cast<uint4*>(to) = e;
+  } else {
+    const unsigned words[4] = {e.x, e.y, e.z, e.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (column + j < width)
+        *reinterpret_cast<unsigned short*>(to + j * x.column) = words[j / 2] >> j % 2 * 16;
+  }
+}
+
 template <int kTileRows, int kTileWidth, int kThreads>
 struct Tile {
   static constexpr int kRows = kTileRows, kWidth = kTileWidth;
@@ -74,17 +89,7 @@ struct Tile {
     for (int n = 0; n < kCopies; ++n) {
       const int row = n * kRowStep + first;
       if (first >= kRowStep || row >= kRows || row0 + row >= rows || g * 8 >= width) break;
-      const uint4 e = load_shared16(address(tile, row, g));
-      char* to = x.data + (row0 + row) * x.row + g * 8 * x.column;
-      if constexpr (kVector) {
-        *reinterpret_cast<uint4*>(to) = e;
-      } else {
-        const unsigned words[4] = {e.x, e.y, e.z, e.w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (g * 8 + j < width)
-            *reinterpret_cast<unsigned short*>(to + j * x.column) = words[j / 2] >> j % 2 * 16;
-      }
+      store_group<kVector>(x, row0 + row, g * 8, width, load_shared16(address(tile, row, g)));
     }
   }
 };

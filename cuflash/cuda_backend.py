@@ -149,7 +149,7 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
-        macros = {"TRANSFORM": int(problem.softcap is not None or problem.scale <= 0)}
+        macros = {"TRANSFORM": _transform(problem)}
         return _simt_variant(
             "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0
         )
@@ -241,12 +241,17 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     )
 
 
+def _transform(problem: Problem) -> int:
+    """Whether scores are not just products with a positive factor."""
+    return int(problem.softcap is not None or problem.scale <= 0)
+
+
 def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
     macros = {
         "ELEMENT": ELEMENTS[problem.dtype],
         "HEAD_DIM": _rounded_up(problem.d, 32),
         "VALUE_DIM": _rounded_up(problem.dv, 32),
-        "TRANSFORM": int(problem.softcap is not None or problem.scale <= 0),
+        "TRANSFORM": _transform(problem),
         **macros,
     }
     return _variant(file, entry, tiles, vector, macros, shared)
@@ -404,11 +409,9 @@ def _uniform(problem: Problem) -> bool:
 
 @functools.lru_cache(4096)
 def _fit_for_tensor_maps(strides: tuple, aligned: bool) -> bool:
-    """Whether q, k and v have rows of whole elements that begin at multiples of 16 bytes."""
-    return aligned and all(
-        array[-1] == 2 and min(array) >= 0 and not any(stride % 16 for stride in array[:-1])
-        for array in strides[:3]
-    )
+    """Whether tensor maps of q, k and v are possible; `strides` are those of q, k, v and out."""
+    inputs = strides[:3]
+    return aligned and _rows_of_groups(2, inputs) and all(min(array) >= 0 for array in inputs)
 
 
 def _aligned_copy(x: Any) -> Any:
@@ -524,11 +527,16 @@ def _backward_plan(device, problem: Problem, tiles: Tiles, strides, aligned: boo
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
-    """Whether rows are 16-byte groups that lie 16 bytes apart, so that such copies are possible."""
+    """Whether rows are whole 16-byte groups, so that copies of 16 bytes are possible."""
     group = 16 // problem.itemsize
-    return problem.d % group == problem.dv % group == 0 and all(
-        array[-1] == problem.itemsize and not any(stride % 16 for stride in array[:-1])
-        for array in strides
+    whole = problem.d % group == problem.dv % group == 0
+    return whole and _rows_of_groups(problem.itemsize, strides)
+
+
+def _rows_of_groups(itemsize: int, strides: tuple) -> bool:
+    """Whether elements of a row are neighbours, and rows begin a multiple of 16 bytes apart."""
+    return all(
+        array[-1] == itemsize and not any(stride % 16 for stride in array[:-1]) for array in strides
     )
 
 

@@ -126,8 +126,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def forward(backend, tiles, q, k, v, *options):
-    problem, q, k, v = api.canonical(q, k, v, *options)
+def forward(backend, tiles, q, k, v, scale=None, causal=False, window=None, softcap=None):
+    problem, q, k, v = api.canonical(q, k, v, scale, causal, window, softcap)
     config = Config(tiles, tiles)
     out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
     lse = np.full(q.shape[:-1], np.nan, problem.compute)
@@ -138,13 +138,8 @@ def forward(backend, tiles, q, k, v, *options):
 @pytest.mark.parametrize(("case", "tiles"), CASES, ids=str)
 def test_kernels(case, tiles, on_cpu):
     run = Run(case, np)
-    scale, causal, window, softcap = (
-        run.options.get(name) for name in ("scale", "causal", "window", "softcap")
-    )
     q, k, v = run.q, run.k, run.v
-    problem, config, out, lse = forward(
-        on_cpu, tiles, q, k, v, scale, causal or False, window, softcap
-    )
+    problem, config, out, lse = forward(on_cpu, tiles, q, k, v, **run.options)
     run.check_forward(out, lse)
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
     lse_log2, delta = np.full((2, *lse.shape), np.nan, problem.compute)
@@ -162,7 +157,7 @@ def test_kernels(case, tiles, on_cpu):
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
     # 1.4e11 in base-2 units, where floats lie 16,384 apart.
     x = np.full((1, 1, 1, 64), 133120, dtype_of("bfloat16"))
-    _, _, out, lse = forward(on_cpu, Tiles(16, 16, 1), x, x, x, None, False, None, None)
+    _, _, out, lse = forward(on_cpu, Tiles(16, 16, 1), x, x, x)
     assert (out == x).all() and lse == np.float32(133120.0**2 * 8)
 
 
