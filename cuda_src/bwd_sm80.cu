@@ -25,7 +25,7 @@
 //   3  as 2, with two buffers for P and dS, and the second barrier alone
 // Options: as fwd_sm80.cu; BLOCK_K, BLOCK_Q, WARPS_K, WARPS_Q; STAGES; TURN, a multiple of BLOCK_Q.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
-#include "softmax.cuh"
+#include "bwd.cuh"
 #include "tile.cuh"
 
 using Element = ELEMENT;
@@ -91,50 +91,19 @@ DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, cons
   dp = s * (dp - delta) * scores.slope(x);
 }
 
-extern "C" __global__ void row_delta(const Params p) {
-  const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  if (row >= static_cast<long long>(p.batch) * p.heads * p.sq) return;
-  const int i = row % p.sq, head = row / p.sq % p.heads, batch = row / p.sq / p.heads;
-  const Slice dout(p.dout, batch, head), out(p.out, batch, head);
-  float sum = 0;
-  for (int c = threadIdx.x % 32; c < p.v_width; c += 32)
-    sum += to_float<Element>(dout.at(i, c)) * to_float<Element>(out.at(i, c));
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  if (threadIdx.x % 32) return;
-  static_cast<float*>(p.delta)[row] = p.dlse ? sum - static_cast<const float*>(p.dlse)[row] : sum;
-  // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
-  const float lse = static_cast<const float*>(p.lse)[row];
-  static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-}
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<1>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
 
-  // kTogether heads at a time: the first tile of each, then the second of each. Under a causal mask
-  // the first keys have the most to do.
-  const int heads = p.heads / p.group, tiles = (p.sk + BLOCK_K - 1) / BLOCK_K;
-  const int before = blockIdx.x / (kTogether * tiles) * kTogether;
-  const int together = min(kTogether, p.batch * heads - before);
-  const int index = blockIdx.x - before * tiles;
-  const int head = (before + index % together) % heads, batch = (before + index % together) / heads;
-  const int tile = index / together, k0 = tile * BLOCK_K;
+  const Work<BLOCK_K, BLOCK_Q> work(p, kTogether);
+  const int head = work.head, batch = work.batch, k0 = work.k0, total = work.total;
   const Scores scores(p.scale, p.softcap);
 
-  // Queries that see any of these keys, and those that see all; the same for each head.
-  const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
-  const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
-  const Bounds last = k_bounds(min(k0 + BLOCK_K, p.sk) - 1, p.sq, lo_shift, hi_shift);
-  // From the last tile of queries to the first: under a causal mask blocks of a head begin with the
-  // same, and are a turn apart; in ascending order it would be two.
-  const int q_first = first.lo / BLOCK_Q * BLOCK_Q;
-  const int q_last = last.hi > q_first ? (last.hi - 1) / BLOCK_Q * BLOCK_Q : q_first - BLOCK_Q;
-  const int total = (q_last - q_first + BLOCK_Q) / BLOCK_Q * p.group;
-
   // Of the tile to copy in next:
-  int next_head = head * p.group, next = q_last;
+  int next_head = head * p.group, next = work.q_last;
   auto load = [&](int i) {
     Stage& stage = shared.stages[i % STAGES];
     QTile::load<VECTOR>(shared_address(&stage.q), Slice(p.q, batch, next_head), next, p.sq, p.d);
@@ -149,8 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
             inside);
     }
     copies_commit();
-    next -= BLOCK_Q;
-    if (next < q_first) next = q_last, ++next_head;
+    work.step(next, next_head);
   };
 
   const KShare k_share;
@@ -171,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     __syncthreads();
     if (total > 1) load(1);
   }
-  for (int i = 0, q0 = q_last, q_head = head * p.group; i < total; ++i) {
+  for (int i = 0, q0 = work.q_last, q_head = head * p.group; i < total; ++i) {
     if constexpr (!kOneBarrier) {
       if constexpr (STAGES == 1) {
         __syncthreads();  // all are done with the tiles before
@@ -187,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     const unsigned p_tile = shared_address(&shared.ds_p[kOneBarrier ? i % 2 : 0][!kInRegisters]);
 
     // The counter is asked early: once it is needed, the answer is there.
-    const bool enters = q0 == q_last || (q0 + BLOCK_Q) % TURN == 0;
+    const bool enters = q0 == work.q_last || (q0 + BLOCK_Q) % TURN == 0;
     const int q_turn = q0 / TURN * TURN, turns = (p.sq + TURN - 1) / TURN;
-    const int turn = tile - k_bounds(q_turn, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
+    const int turn = work.turn(p, q_turn);
     const int counter = ((batch * p.heads + q_head) * turns + q0 / TURN) * kWarps +
                         static_cast<int>(threadIdx.x) / 32;
     const int count = enters && threadIdx.x % 32 == 0 ? load_relaxed(counters + counter) : 0;
@@ -228,10 +196,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
       }
     }
     // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
-    if (q0 < last.lo || q0 + BLOCK_Q > first.hi || k0 + BLOCK_K > p.sk) {
-      auto seen = [&](int key) {
-        return key < p.sk ? k_bounds(key, p.sq, lo_shift, hi_shift) : Bounds{0, 0};
-      };
+    if (q0 < work.last.lo || q0 + BLOCK_Q > work.first.hi || k0 + BLOCK_K > p.sk) {
+      auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
       apply_mask(s, k_share, k0, q0, 0.0f, seen);
       apply_mask(ds, k_share, k0, q0, 0.0f, seen);
     }
@@ -271,8 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
                            columns_of<QTile, WARPS_Q, true>(q_tile, k_share.column));
       }
     }
-    q0 -= BLOCK_Q;
-    if (q0 < q_first) q0 = q_last, ++q_head;
+    work.step(q0, q_head);
   }
   copies_wait();
   __syncthreads();

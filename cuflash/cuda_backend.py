@@ -48,12 +48,22 @@ class HopperTiles(NamedTuple):
     streamed: int
 
 
+class HopperBackward(NamedTuple):
+    """Of a backward pass on Hopper, where 128 keys stay with a block: queries that stream past."""
+
+    streamed: int
+    ds_stages: int = 2  # buffers for dS
+    turn: int = 1  # tiles of queries before the next block's turn at dQ
+    together: int = 32  # heads that are worked on at a time
+    deterministic: bool = True  # blocks take turns at dQ
+
+
 @dataclass(frozen=True)
 class Config:
     """Tiles of the forward and of the backward kernel."""
 
     forward: Tiles | HopperTiles
-    backward: Tiles
+    backward: Tiles | HopperBackward
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
@@ -88,6 +98,11 @@ _BACKWARD_16 = {
         Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
     ],
 }  # fmt: skip
+# On compute capability 9.0, and only where `config=` asks for it: not measured yet.
+BACKWARD_HOPPER = {
+    64: [HopperBackward(128), HopperBackward(128, 1)],
+    128: [HopperBackward(64), HopperBackward(80), HopperBackward(80, 1)],
+}
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
 # is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s of a kernel, all its products
 # counted, of 67 in float32 and 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
@@ -161,8 +176,12 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
 
 
 @functools.lru_cache(4096)
-def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[Variant, int]]:
+def backward_steps(
+    problem: Problem, tiles: Tiles | HopperBackward, vector: bool
+) -> list[tuple[Variant, int]]:
     """What a backward pass launches: kernels, and of how many blocks."""
+    if isinstance(tiles, HopperBackward):
+        return _sm90_steps(problem, tiles, vector)
     steps = _simt_steps if problem.dtype in REALS else _sm80_steps
     return steps(problem, tiles, vector)
 
@@ -218,6 +237,41 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
         (store_dq, heads * -(-problem.sq // queries)),
     ]
+
+
+def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    keys, queries = 128, tiles.streamed
+    d, dv = _sm90_width(problem.d, tiles), _rounded_up(problem.dv, 32)
+    widths = _rounded_up(d, 64) + _rounded_up(dv, 64)
+    shared = 2 * (keys + 2 * queries) * widths + tiles.ds_stages * 2 * queries * keys
+    shared += 4 * queries * d + 2 * 2 * 4 * queries  # dQ; lse and delta
+    shared = _rounded_up(shared + 14 * 8, KIB)  # barriers
+    macros = {
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "BLOCK_Q": queries,
+        "DS_STAGES": tiles.ds_stages,
+        "TURN": tiles.turn * queries,
+        "DETERMINISTIC": int(tiles.deterministic),
+    }
+
+    def step(entry, warps=8):
+        all_tiles = Tiles(keys, queries, warps)
+        return _16_bit_variant("bwd_sm90", entry, problem, all_tiles, vector, macros, shared)
+
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    q_tiles = heads * -(-problem.sq // queries)
+    staged = 0 if queries in (64, 128) else 2 * queries * d
+    return [
+        (step("row_delta"), -(-q_tiles * queries // 8)),
+        (step("bwd_sm90", 12), heads_kv * -(-problem.sk // keys)),
+        (step("store_dq")._replace(shared_bytes=staged), q_tiles),
+    ]
+
+
+def _sm90_width(width: int, tiles: HopperBackward) -> int:
+    """Columns of dQ: two warpgroups share 128 queries, and of fewer whole slabs of columns."""
+    return _rounded_up(width, 32 if tiles.streamed == 128 else 128)
 
 
 def _backward_width(width: int, tiles: Tiles) -> int:
@@ -387,7 +441,7 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         lse.fill(-cupy.inf)
         return
     pointers, layout = _described([q, k, v, out])
-    if not _fit_for_tensor_maps(*layout):
+    if not _fit_for_tensor_maps(layout[0][:3], layout[1]):
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
@@ -397,7 +451,8 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
     if not _uniform(problem):
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
-    maps = _tensor_maps(problem, tiles, layout[0][:3], *pointers[:3])
+    boxes = tiles.resident, tiles.streamed, tiles.streamed
+    maps = _tensor_maps(problem, boxes, layout[0][:3], tuple(pointers[:3]))
     rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, maps)
 
@@ -409,10 +464,10 @@ def _uniform(problem: Problem) -> bool:
 
 @functools.lru_cache(4096)
 def _fit_for_tensor_maps(strides: tuple, aligned: bool) -> bool:
-    """Whether q, k and v have rows of whole elements that begin at multiples of 16 bytes."""
+    """Whether arrays have rows of whole elements that begin at multiples of 16 bytes."""
     return aligned and all(
         array[-1] == 2 and min(array) >= 0 and not any(stride % 16 for stride in array[:-1])
-        for array in strides[:3]
+        for array in strides
     )
 
 
@@ -427,32 +482,28 @@ def _aligned_copy(x: Any) -> Any:
 
 
 @functools.lru_cache(1024)
-def _tensor_maps(problem: Problem, tiles: HopperTiles, strides, q: int, k: int, v: int) -> Any:
-    """The three CUtensorMap of q, k and v, one after the other, as fwd_sm90.cu takes them.
+def _tensor_maps(p: Problem, rows: tuple[int, ...], strides: tuple, pointers: tuple) -> Any:
+    """The CUtensorMap of q, k and v, and of dout if it is there, in a row, as kernels take them.
 
-    Boxes are 64 columns wide, of 128 bytes, and swizzled; what lies outside of an array is 0.
-    Source: CUDA driver API, cuTensorMapEncodeTiled.
+    Boxes are 64 columns wide, of 128 bytes, swizzled, and of so many rows; what lies outside of an
+    array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
-    p = problem
     encode = _driver().cuTensorMapEncodeTiled
-    memory = ctypes.create_string_buffer(64 + 3 * 128)
+    memory = ctypes.create_string_buffer(64 + len(rows) * 128)
     start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
-    maps = (
-        (q, p.heads, p.sq, p.d, tiles.resident),
-        (k, p.heads_kv, p.sk, p.d, tiles.streamed),
-        (v, p.heads_kv, p.sk, p.dv, tiles.streamed),
-    )
+    sizes = ((p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv))
+    sizes += ((p.dv, p.sq, p.heads),)
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
-    for i, (pointer, heads, length, width, rows) in enumerate(maps):
+    for i, pointer in enumerate(pointers):
         batch_stride, head_stride, row_stride, _ = strides[i]
         error = encode(
             ctypes.c_void_p(start + 128 * i),
             float16 if p.dtype == "float16" else bfloat16,
             4,
             ctypes.c_void_p(pointer),
-            (ctypes.c_uint64 * 4)(width, length, heads, p.batch),
+            (ctypes.c_uint64 * 4)(*sizes[i], p.batch),
             (ctypes.c_uint64 * 3)(row_stride, head_stride, batch_stride),
-            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(64, rows[i], 1, 1),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             interleave_none,
             swizzle_128,
@@ -473,26 +524,48 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
+    tiles, maps = config.backward, None
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
-    lse_log2_and_delta = cupy.ndarray((2, *lse.shape), problem.compute)
-    lse_log2 = lse_log2_and_delta.data.ptr
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    plan = _backward_plan(q.data.device_id, problem, config.backward, *layout)
-    rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr, lse_log2, lse_log2 + lse.nbytes]
+    if isinstance(tiles, HopperBackward) and problem.sq and problem.sk:
+        _, (mapped, aligned) = _described([q, k, v, dout])
+        if not _fit_for_tensor_maps(mapped, aligned):
+            q, k, v, dout = map(_aligned_copy, (q, k, v, dout))
+            pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
+        pointers_of_four, (strides, _) = _described([q, k, v, dout])
+        maps = _tensor_maps(problem, backward_boxes(tiles), strides, tuple(pointers_of_four))
+    stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
+    plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
+    rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
+    rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
     if problem.dtype in ELEMENTS:
-        sums, turns = sums_and_turns(problem, config.backward)
+        sums, turns = sums_and_turns(problem, tiles)
         zeros = cupy.ndarray(sums + turns, cupy.float32)
         zeros.data.memset_async(0, zeros.nbytes)
         rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums]
-    _launch(plan, pointers, rows)
+    _launch(plan, pointers, rows, maps)
 
 
-def sums_and_turns(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+def backward_boxes(tiles: HopperBackward) -> tuple[int, ...]:
+    """Rows of a copy of q, k, v and dout."""
+    return tiles.streamed, 128, 128, tiles.streamed
+
+
+def stats_rows(p: Problem, tiles: Tiles | HopperBackward) -> int:
+    """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
+    queries = tiles.streamed if isinstance(tiles, HopperBackward) else 1
+    return p.batch * p.heads * _rounded_up(p.sq, queries)
+
+
+def sums_and_turns(problem: Problem, tiles: Tiles | HopperBackward) -> tuple[int, int]:
     """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
     q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
-    width = _backward_width(problem.d, tiles)
-    return q_tiles * tiles.streamed * width, q_tiles * tiles.warps  # a turn is a tile or more
+    if isinstance(tiles, HopperBackward):
+        width, counters = _sm90_width(problem.d, tiles), 2
+    else:
+        width, counters = _backward_width(problem.d, tiles), tiles.warps
+    return q_tiles * tiles.streamed * width, q_tiles * counters  # a turn is a tile or more
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
@@ -518,14 +591,17 @@ def _forward_plan(
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
     variants = [(forward_variant(problem, tiles, vector), blocks)]
-    return Plan(_template(problem, strides), _loaded(device, variants))
+    return Plan(_template(problem, strides, _section(problem)), _loaded(device, variants))
 
 
 @functools.lru_cache(4096)
-def _backward_plan(device, problem: Problem, tiles: Tiles, strides, aligned: bool) -> Plan:
+def _backward_plan(
+    device, problem: Problem, tiles: Tiles | HopperBackward, strides, aligned: bool
+) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
-    return Plan(_template(problem, strides), _loaded(device, steps))
+    section = tiles.together if isinstance(tiles, HopperBackward) else 0
+    return Plan(_template(problem, strides, section), _loaded(device, steps))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
@@ -549,10 +625,10 @@ def _section(p: Problem) -> int:
     return max(1, min(int(heads_kv) * p.group, p.batch * p.heads))
 
 
-def _template(p: Problem, strides: tuple) -> array.array:
+def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (46 - len(words))
-    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, _section(p)
+    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     return array.array("q", PARAMS.pack(*words, *sizes, p.scale, p.softcap or 0.0))
 
 

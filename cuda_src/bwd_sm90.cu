@@ -1,0 +1,353 @@
+// Backward for float16 and bfloat16 on Hopper, of widths up to 128: tensor copies and wgmma.
+//
+//   row_delta  a warp per row: delta and lse in base 2, of each head whole tiles of queries
+//   bwd_sm90   a block per 128 keys of a key/value head. dK and dV stay in registers, queries
+//   stream
+//              past, and what they get from these keys is added to float32 dQ in memory
+//   store_dq   a block per tile of queries: dQ times the scale, as 16-bit numbers
+//
+// Two warpgroups compute, 64 keys each; of the third, one thread copies and two add to dQ:
+//   S^T = K Q^T, dP^T = V dO^T    keys x queries, both operands in shared memory
+//   dV += P^T dO, dK += dS^T Q    what the two became, rounded, is the left operand as it lies
+//   dQ = dS K                     of all 128 keys; so dS goes through shared memory, rows of
+//   queries
+// How the two share dQ, BLOCK_Q x HEAD_DIM: 128 queries by rows, 64 by columns; for other numbers
+// of queries dQ^T = K^T dS^T is computed, by rows, which takes any multiple of 16.
+//
+//   thread       waits for                 then
+//   copying      q_empty, o_empty          copies, which complete k_full, v_full, q_full, o_full
+//   computing    k, v, q, o_full           products; a lane of each warp arrives at q_empty,
+//   o_empty
+//                dq_empty of its group     writes its dQ, arrives at dq_full
+//   adding       dq_full of its group      adds that to dQ in memory, arrives at dq_empty
+//   named barrier 1: the computing ones; dS is there, and the last dS but DS_STAGES - 1 is read
+//
+// The order in a tile i of queries, in which S of the next runs beside the end of this one:
+//   dP_i | P_i = exp(S_i) | dS_i | dV, dQ, dK | S_i+1 | write dQ
+//
+// DETERMINISTIC 1: as in bwd_sm80.cu blocks of a head take turns at dQ, in the order of their keys,
+// so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
+//
+// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32, HEAD_DIM to 128 unless BLOCK_Q is 128),
+// BLOCK_Q, DS_STAGES (buffers for dS, 1 or 2), TURN (queries of a turn, whole tiles),
+// DETERMINISTIC, TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm90.cu, of dq, dk and dv).
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
+#include "bwd.cuh"
+#include "warpgroup.cuh"
+
+constexpr int kGroups = 2, kComputing = 128 * kGroups, kThreads = kComputing + 128;
+constexpr int BLOCK_K = 64 * kGroups, kStages = 2;
+constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
+
+// dQ, or dQ^T, of a warpgroup has 64 rows.
+constexpr bool kByRows = BLOCK_Q == 128, kByColumns = BLOCK_Q == 64;
+constexpr int kDqColumns = kByRows ? HEAD_DIM : kByColumns ? HEAD_DIM / 2 : BLOCK_Q;
+constexpr int kDqPart = 64 * kDqColumns;  // numbers
+static_assert(kGroups * kDqPart == BLOCK_Q * HEAD_DIM, "dQ does not divide into two parts");
+static_assert(!kByColumns || HEAD_DIM % 128 == 0, "whole slabs");
+static_assert(TURN % BLOCK_Q == 0, "whole tiles");
+
+using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
+using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
+using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
+using STile = Tile<BLOCK_Q, BLOCK_K, kComputing>;  // dS
+using TheWork = Work<BLOCK_K, BLOCK_Q>;
+
+struct Shared {
+  KTile::Storage k;
+  VTile::Storage v;
+  QTile::Storage q[kStages];
+  OTile::Storage dout[kStages];
+  STile::Storage ds[DS_STAGES];
+  __align__(16) float dq[kGroups][kDqPart];
+  float lse_log2[kStages][BLOCK_Q], delta[kStages][BLOCK_Q];
+  unsigned long long k_full, v_full, q_full[kStages], q_empty[kStages], o_full[kStages],
+      o_empty[kStages], dq_full[kGroups], dq_empty[kGroups];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+// Where the part of a tile of dQ that warpgroup `group` computes begins in memory: its fragments
+// one after another, of each the four numbers of each thread.
+DEVICE float* dq_part(const Params& p, int batch, int head, int q0, int group) {
+  const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
+  const long long tile = (static_cast<long long>(batch) * p.heads + head) * tiles + q0 / BLOCK_Q;
+  return p.dq_sum + (tile * kGroups + group) * kDqPart;
+}
+
+// Of numbers for each query, those of a thread's two columns n.
+DEVICE float2 pair_at(const float* numbers, int n) {
+  return *reinterpret_cast<const float2*>(numbers + 8 * n + fragment_column());
+}
+
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<BLOCK_Q>(p); }
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    bwd_sm90(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
+  const unsigned q_tiles = shared_address(&shared.q), o_tiles = shared_address(&shared.dout);
+  const unsigned ds_tiles = shared_address(&shared.ds), dq_parts = shared_address(&shared.dq);
+  const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
+  const unsigned q_full = shared_address(&shared.q_full);
+  const unsigned q_empty = shared_address(&shared.q_empty);
+  const unsigned o_full = shared_address(&shared.o_full);
+  const unsigned o_empty = shared_address(&shared.o_empty);
+  const unsigned dq_full = shared_address(&shared.dq_full);
+  const unsigned dq_empty = shared_address(&shared.dq_empty);
+
+  if (threadIdx.x == kComputing) {
+    prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
+    barrier_init(k_full, 1), barrier_init(v_full, 1);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(q_full + 8 * i, 1), barrier_init(o_full + 8 * i, 1);
+      barrier_init(q_empty + 8 * i, 4 * kGroups), barrier_init(o_empty + 8 * i, 4 * kGroups);
+    }
+    for (int i = 0; i < kGroups; ++i)
+      barrier_init(dq_full + 8 * i, 4), barrier_init(dq_empty + 8 * i, 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const TheWork work(p, p.section);
+  const int total = work.total;
+  int q_head = work.head * p.group, q0 = work.q_last;
+
+  if (threadIdx.x >= kComputing) {
+    registers_lower<kCopyingRegisters>();
+    const int role = threadIdx.x / 32 - kComputing / 32;
+    if (threadIdx.x % 32 || total == 0) return;
+    if (role == 0) {
+      load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
+      for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
+        const int stage = i % kStages;
+        const unsigned free = i / kStages % 2 ^ 1;
+        const long long row = (static_cast<long long>(work.batch) * p.heads + q_head) *
+                                  ((p.sq + BLOCK_Q - 1) / BLOCK_Q * BLOCK_Q) +
+                              q0;
+        constexpr int kBytes = BLOCK_Q * sizeof(float);
+        barrier_wait(q_empty + 8 * stage, free);
+        load<QTile>(q_tiles + stage * sizeof(QTile::Storage), maps.q, q_full + 8 * stage, q0,
+                    q_head, work.batch, kBytes);
+        bulk_load(shared_address(&shared.lse_log2[stage]), static_cast<float*>(p.lse_log2) + row,
+                  q_full + 8 * stage, kBytes);
+        if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
+        barrier_wait(o_empty + 8 * stage, free);
+        load<OTile>(o_tiles + stage * sizeof(OTile::Storage), maps.dout, o_full + 8 * stage, q0,
+                    q_head, work.batch, kBytes);
+        bulk_load(shared_address(&shared.delta[stage]), static_cast<float*>(p.delta) + row,
+                  o_full + 8 * stage, kBytes);
+      }
+    } else if (role <= kGroups) {
+      const int group = role - 1, turns = (p.sq + TURN - 1) / TURN;
+      for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
+        int* const counter =
+            p.counters +
+            ((static_cast<long long>(work.batch) * p.heads + q_head) * turns + q0 / TURN) *
+                kGroups +
+            group;
+        barrier_wait(dq_full + 8 * group, i % 2);
+        if (DETERMINISTIC && (q0 == work.q_last || (q0 + BLOCK_Q) % TURN == 0)) {
+          const int turn = work.turn(p, q0 / TURN * TURN);
+          while (load_acquire(counter) != turn) continue;
+          fence_async();
+        }
+        bulk_add(dq_part(p, work.batch, q_head, q0, group),
+                 dq_parts + group * kDqPart * sizeof(float), kDqPart * sizeof(float));
+        bulk_wait_read();
+        barrier_arrive(dq_empty + 8 * group);
+        if (DETERMINISTIC && (q0 == work.q_first || q0 % TURN == 0)) {
+          bulk_wait();
+          fence_async();
+          fence();
+          count_up(counter);
+        }
+      }
+    }
+    return;
+  }
+  registers_raise<kComputingRegisters>();
+
+  const int group = threadIdx.x / 128;
+  const Scores scores(p.scale, p.softcap);
+  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], dq[kDqColumns / 8][4];
+  float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
+  unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
+  auto release = [&](unsigned barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  };
+  // Through a shuffle: else the compiler keeps sums of addresses in registers.
+  auto hidden = [&](unsigned operand) { return __shfl_sync(~0u, operand, 0); };
+  // Start S^T = K Q^T.
+  auto multiply_kq = [&](int stage) {
+    const unsigned k = hidden(operand(k_tile + group * 64 * 128));
+    const unsigned q = hidden(operand(q_tiles + stage * sizeof(QTile::Storage)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 16; ++j)
+      wgmma<false>(s[0], k + columns_at<KTile>(j), q + columns_at<QTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto multiply_vo = [&](int stage) {  // dP^T = V dO^T
+    const unsigned v = hidden(operand(v_tile + group * 64 * 128));
+    const unsigned dout = hidden(operand(o_tiles + stage * sizeof(OTile::Storage)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < VALUE_DIM / 16; ++j)
+      wgmma<false>(ds[0], v + columns_at<VTile>(j), dout + columns_at<OTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto multiply_po = [&](int stage) {  // dV += P^T dO
+    const unsigned dout = operand(o_tiles + stage * sizeof(OTile::Storage), OTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dv[0], p_rounded[j], dout + rows_at(j));
+    wgmma_commit();
+  };
+  auto multiply_sq = [&](int stage) {  // dK += dS^T Q
+    const unsigned q = operand(q_tiles + stage * sizeof(QTile::Storage), QTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dk[0], ds_rounded[j], q + rows_at(j));
+    wgmma_commit();
+  };
+  auto multiply_sk = [&](int buffer) {  // dQ = dS K, or the transpose of it
+    const unsigned ds_tile = ds_tiles + buffer * sizeof(STile::Storage);
+    const int columns = kByRows ? 0 : group * (HEAD_DIM / 2 / 64) * KTile::kSlabBytes;
+    const unsigned k = hidden(operand(k_tile + columns, KTile::kSlabBytes));
+    const unsigned ds_operand = hidden(operand(ds_tile + (kByRows ? group * 64 * 128 : 0)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_K / 16; ++j) {
+      if constexpr (kByRows || kByColumns)
+        wgmma<true>(dq, ds_operand + columns_at<STile>(j), k + rows_at(j), j > 0);
+      else
+        wgmma<false, true>(dq, k + rows_at(j), ds_operand + columns_at<STile>(j), j > 0);
+    }
+    wgmma_commit();
+  };
+
+  clear(dk);
+  clear(dv);
+  const int key0 = work.k0 + 64 * group;  // this warpgroup's
+  const Bounds first = work.queries(p, key0);
+  const Bounds last = work.queries(p, min(key0 + 64, p.sk) - 1);
+  // Hand dQ of the tile numbered i to the adding thread.
+  auto pass_on_dq = [&](int i) {
+    barrier_wait(dq_empty + 8 * group, i % 2 ^ 1);
+    const unsigned part = dq_parts + group * kDqPart * sizeof(float) + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
+    fence_async();
+    __syncwarp();
+    release(dq_full + 8 * group);
+  };
+  // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
+  auto differentiate = [&](int i) {
+    const int stage = i % kStages;
+    const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
+    auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
+    barrier_wait(o_full + 8 * stage, i / kStages % 2);
+    multiply_vo(stage);
+    wgmma_wait<1>();
+    if (i > 0) release(q_empty + 8 * (stage ^ 1));  // dK of the tile before is done
+    scores.transform(s);
+    if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
+    // P beside dP, except with a softcap, whose slope needs the scores again, and registers are
+    // few.
+    auto exponentiate = [&](int n) {
+      const float2 lse = pair_at(shared.lse_log2[stage], n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[0][n][e] = exp2_approx(s[0][n][e] * scores.unit - (e % 2 ? lse.y : lse.x));
+    };
+    if constexpr (!TRANSFORM) {
+#pragma unroll
+      for (int n = 0; n < BLOCK_Q / 8; ++n) exponentiate(n);
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < BLOCK_Q / 8; ++n) {
+      const float2 delta = pair_at(shared.delta[stage], n);
+      float slope[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) slope[e] = scores.slope(s[0][n][e]);
+      if constexpr (TRANSFORM) exponentiate(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x)) * slope[e];
+    }
+    // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
+    if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
+    round_to_operands(p_rounded, s[0]);
+    round_to_operands(ds_rounded, ds[0]);
+    const unsigned ds_tile = ds_tiles + i % DS_STAGES * sizeof(STile::Storage);
+    if constexpr (DS_STAGES == 1) named_sync(1, kComputing);  // dQ of the tile before is computed
+    store_transposed<STile>(ds_tile, ds_rounded, group * 8);
+    fence_async();
+  };
+  if (total > 0) {
+    barrier_wait(k_full, 0);
+    barrier_wait(q_full, 0);
+    multiply_kq(0);
+    barrier_wait(v_full, 0);
+    differentiate(0);
+    for (int i = 0;;) {
+      const int stage = i % kStages;
+      multiply_po(stage);
+      named_sync(1, kComputing);  // dS is there
+      multiply_sk(i % DS_STAGES);
+      multiply_sq(stage);
+      wgmma_wait<1>();
+      release(o_empty + 8 * stage);
+      pass_on_dq(i);
+      if (++i == total) break;
+      work.step(q0, q_head);
+      barrier_wait(q_full + 8 * (stage ^ 1), i / kStages % 2);
+      multiply_kq(stage ^ 1);
+      differentiate(i);
+    }
+    wgmma_wait<0>();
+  }
+
+  const Slice dk_rows(p.dk, work.batch, work.head), dv_rows(p.dv, work.batch, work.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = work.k0 + fragment_row<1>(0, r);
+    store_row<VECTOR>(dk_rows, dk[0], r, static_cast<float>(p.scale), key, p.sk, p.d);
+    store_row<VECTOR>(dv_rows, dv[0], r, 1.0f, key, p.sk, p.v_width);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Params p) {
+  const int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, q0 = blockIdx.x % tiles * BLOCK_Q;
+  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
+  const int group = threadIdx.x / 128;
+  const float* part = dq_part(p, batch, head, q0, group) + threadIdx.x % 128 * 4;
+  const float scale = p.scale;
+  float dq[1][kDqColumns / 8][4];
+#pragma unroll
+  for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
+  Slice rows(p.dq, batch, head);
+  if constexpr (kByRows || kByColumns) {
+    const int column = kByColumns ? group * HEAD_DIM / 2 : 0;
+    rows.data += column * rows.column;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = q0 + fragment_row<1>(0, r) - (kByColumns ? 64 * group : 0);
+      store_row<VECTOR>(rows, dq[0], r, scale, row, p.sq, p.d - column);
+    }
+  } else {
+    extern __shared__ __align__(1024) char memory[];
+    unsigned rounded[kDqColumns / 16][4];
+    scale_by(dq, scale);
+    round_to_operands(rounded, dq[0]);
+    store_transposed<QTile>(shared_address(memory), rounded, group * (HEAD_DIM / 16));
+    __syncthreads();
+    QTile::store<VECTOR>(rows, shared_address(memory), q0, p.sq, p.d);
+  }
+}

@@ -1,0 +1,85 @@
+// Tiles as tensor copies write them and wgmma reads them, and what becomes of accumulators. Tile is
+// a multiple of 64 columns wide; fragments are those of a warpgroup, 64 rows.
+#pragma once
+#include "hopper.cuh"
+#include "tile.cuh"
+
+DEVICE constexpr int slabs(int width) { return (width + 63) / 64; }
+
+// From row `row` on; the barrier waits for so many more bytes, of other copies.
+template <class T>
+DEVICE void load(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                 int batch, int more_bytes = 0) {
+  barrier_expect(barrier, sizeof(typename T::Storage) + more_bytes);
+#pragma unroll
+  for (int slab = 0; slab < T::kWidth / 64; ++slab)
+    tensor_load(tile + slab * T::kSlabBytes, map, barrier, slab * 64, row, head, batch);
+}
+
+// Word j of thread i of four becomes word i of thread j.
+DEVICE void transpose_in_quad(unsigned (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const unsigned other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+      (upper ? words[i] : words[i + step]) = other;
+    }
+  }
+}
+
+// Of an operand that is summed over its columns: columns 16 i .., in the descriptor's units.
+template <class T>
+DEVICE constexpr int columns_at(int i) {
+  return (i / 4 * T::kSlabBytes + i % 4 * 32) >> 4;
+}
+// Of one that is summed over its rows: rows 16 i ...
+DEVICE constexpr int rows_at(int i) { return i * (16 * 128 >> 4); }
+
+// Accumulators, rounded, as the left operand of a product that is summed over their columns.
+template <int kN>
+DEVICE void round_to_operands(unsigned (&operands)[kN / 2][4], const float (&c)[kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      operands[i][r] = pack<ELEMENT>(c[2 * i + r / 2][r % 2 * 2], c[2 * i + r / 2][r % 2 * 2 + 1]);
+}
+
+// The same into a tile, their rows as its columns, from group `g` of eight columns on.
+template <class T, int kN>
+DEVICE void store_transposed(unsigned tile, const unsigned (&operands)[kN][4], int g) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const unsigned origin = T::address(tile, lane / 16 * 8 + lane % 8, g + 2 * warp + lane / 8 % 2);
+#pragma unroll
+  for (int i = 0; i < kN; ++i) store_matrices_transposed(T::part(origin, i, 0), operands[i]);
+}
+
+// One of a thread's two rows of accumulators, times a factor, as row `row` of an array that has so
+// many rows and columns.
+template <bool kVector, int kN>
+DEVICE void store_row(const Slice& to, const float (&c)[kN][4], int r, float factor, int row,
+                      int rows, int width) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 4) {
+    // A thread of a quad has two columns of each of four groups of eight: all of one it needs.
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = pack<ELEMENT>(c[n + i][2 * r] * factor, c[n + i][2 * r + 1] * factor);
+    transpose_in_quad(words);
+    const int column = (n + threadIdx.x % 4) * 8;
+    if (row >= rows || column >= width) continue;
+    char* at = to.data + row * to.row + column * to.column;
+    if constexpr (kVector) {
+      *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < width)
+          *reinterpret_cast<unsigned short*>(at + j * to.column) = words[j / 2] >> j % 2 * 16;
+    }
+  }
+}
