@@ -39,6 +39,7 @@ struct Work {
   int q_first, q_last;  // of the first and the last tile of queries
   int total;            // tiles of queries of all heads
 
+  Work() = default;
   // So many heads at a time: the first tile of each, then the second of each. Under a causal mask
   // the first keys have the most to do.
   DEVICE Work(const Params& p, int section) {

@@ -22,8 +22,8 @@
 //   adding       dq_full of its group      adds that to dQ in memory, arrives at dq_empty
 //   named barrier 1: the computing ones; dS is there, and the last dS but DS_STAGES - 1 is read
 //
-// The order in a tile i of queries, in which S of the next runs beside the end of this one:
-//   dP_i | P_i = exp(S_i) | dS_i | dV, dQ, dK | S_i+1 | write dQ
+// What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
+//   P = exp(S) (+ dP); dS; dV, dQ, dK begin; dQ is passed on (+ dK); S of the next tile (+ dK)
 //
 // DETERMINISTIC 1: as in bwd_sm80.cu blocks of a head take turns at dQ, in the order of their keys,
 // so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
@@ -42,6 +42,8 @@ constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to
 // dQ, or dQ^T, of a warpgroup has 64 rows.
 constexpr bool kByRows = BLOCK_Q == 128, kByColumns = BLOCK_Q == 64;
 constexpr int kDqColumns = kByRows ? HEAD_DIM : kByColumns ? HEAD_DIM / 2 : BLOCK_Q;
+// Registers do not suffice for dQ beside dV and dK under way; the other warpgroup has to do then.
+constexpr bool kTight = !kByRows && !kByColumns;
 constexpr int kDqPart = 64 * kDqColumns;  // numbers
 static_assert(kGroups * kDqPart == BLOCK_Q * HEAD_DIM, "dQ does not divide into two parts");
 static_assert(!kByColumns || HEAD_DIM % 128 == 0, "whole slabs");
@@ -62,6 +64,7 @@ struct Shared {
   STile::Storage ds[DS_STAGES];
   __align__(16) float dq[kGroups][kDqPart];
   float lse_log2[kStages][BLOCK_Q], delta[kStages][BLOCK_Q];
+  TheWork work;
   unsigned long long k_full, v_full, q_full[kStages], q_empty[kStages], o_full[kStages],
       o_empty[kStages], dq_full[kGroups], dq_empty[kGroups];
 };
@@ -111,9 +114,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kGroups; ++i)
       barrier_init(dq_full + 8 * i, 4), barrier_init(dq_empty + 8 * i, 1);
     barrier_init_fence();
+    shared.work = TheWork(p, p.section);
   }
   __syncthreads();
-  const TheWork work(p, p.section);
+  const TheWork& work = shared.work;  // there, and not in registers
   const int total = work.total;
   int q_head = work.head * p.group, q0 = work.q_last;
 
@@ -252,9 +256,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
     auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
     barrier_wait(o_full + 8 * stage, i / kStages % 2);
+    wgmma_wait<1>();  // dK of the tile before is done, and gives up the registers of its dS
+    if (i > 0) release(q_empty + 8 * (stage ^ 1));
     multiply_vo(stage);
     wgmma_wait<1>();
-    if (i > 0) release(q_empty + 8 * (stage ^ 1));  // dK of the tile before is done
     scores.transform(s);
     if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
     // P beside dP, except with a softcap, whose slope needs the scores again, and registers are
@@ -270,24 +275,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int n = 0; n < BLOCK_Q / 8; ++n) exponentiate(n);
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < BLOCK_Q / 8; ++n) {
-      const float2 delta = pair_at(shared.delta[stage], n);
-      float slope[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) slope[e] = scores.slope(s[0][n][e]);
-      if constexpr (TRANSFORM) exponentiate(n);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x)) * slope[e];
-    }
     // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
     if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
-    round_to_operands(p_rounded, s[0]);
-    round_to_operands(ds_rounded, ds[0]);
-    const unsigned ds_tile = ds_tiles + i % DS_STAGES * sizeof(STile::Storage);
     if constexpr (DS_STAGES == 1) named_sync(1, kComputing);  // dQ of the tile before is computed
-    store_transposed<STile>(ds_tile, ds_rounded, group * 8);
+    const unsigned ds_tile =
+        transposed_origin<STile>(ds_tiles + i % DS_STAGES * sizeof(STile::Storage), group * 8);
+    // Step by step to the end: that takes the fewest registers.
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) {
+#pragma unroll
+      for (int n = 2 * j; n < 2 * j + 2; ++n) {
+        const float2 delta = pair_at(shared.delta[stage], n);
+        float slope[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) slope[e] = fmaxf(scores.slope(s[0][n][e]), 0.0f);  // -inf there
+        if constexpr (TRANSFORM) exponentiate(n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x)) * slope[e];
+      }
+      round_to_operand(p_rounded[j], s[0], j);
+      round_to_operand(ds_rounded[j], ds[0], j);
+      store_matrices_transposed(STile::part(ds_tile, j, 0), ds_rounded[j]);
+    }
     fence_async();
   };
   if (total > 0) {
@@ -299,10 +309,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0;;) {
       const int stage = i % kStages;
       multiply_po(stage);
+      if constexpr (kTight) {
+        multiply_sq(stage);
+        wgmma_wait<0>();
+      }
       named_sync(1, kComputing);  // dS is there
       multiply_sk(i % DS_STAGES);
-      multiply_sq(stage);
-      wgmma_wait<1>();
+      if constexpr (!kTight) multiply_sq(stage);
+      wgmma_wait<kTight ? 0 : 1>();
       release(o_empty + 8 * stage);
       pass_on_dq(i);
       if (++i == total) break;
@@ -346,7 +360,10 @@ extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Param
     unsigned rounded[kDqColumns / 16][4];
     scale_by(dq, scale);
     round_to_operands(rounded, dq[0]);
-    store_transposed<QTile>(shared_address(memory), rounded, group * (HEAD_DIM / 16));
+    const unsigned tile = transposed_origin<QTile>(shared_address(memory), group * (HEAD_DIM / 16));
+#pragma unroll
+    for (int j = 0; j < kDqColumns / 16; ++j)
+      store_matrices_transposed(QTile::part(tile, j, 0), rounded[j]);
     __syncthreads();
     QTile::store<VECTOR>(rows, shared_address(memory), q0, p.sq, p.d);
   }

@@ -38,23 +38,26 @@ DEVICE constexpr int columns_at(int i) {
 // Of one that is summed over its rows: rows 16 i ...
 DEVICE constexpr int rows_at(int i) { return i * (16 * 128 >> 4); }
 
-// Accumulators, rounded, as the left operand of a product that is summed over their columns.
+// Accumulators, rounded, as the left operand of a product that is summed over their columns: for
+// columns 16 i .., and for all.
+template <int kN>
+DEVICE void round_to_operand(unsigned (&operand)[4], const float (&c)[kN][4], int i) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+    operand[r] = pack<ELEMENT>(c[2 * i + r / 2][r % 2 * 2], c[2 * i + r / 2][r % 2 * 2 + 1]);
+}
 template <int kN>
 DEVICE void round_to_operands(unsigned (&operands)[kN / 2][4], const float (&c)[kN][4]) {
 #pragma unroll
-  for (int i = 0; i < kN / 2; ++i)
-#pragma unroll
-    for (int r = 0; r < 4; ++r)
-      operands[i][r] = pack<ELEMENT>(c[2 * i + r / 2][r % 2 * 2], c[2 * i + r / 2][r % 2 * 2 + 1]);
+  for (int i = 0; i < kN / 2; ++i) round_to_operand(operands[i], c, i);
 }
 
-// The same into a tile, their rows as its columns, from group `g` of eight columns on.
-template <class T, int kN>
-DEVICE void store_transposed(unsigned tile, const unsigned (&operands)[kN][4], int g) {
+// Where a lane stores such an operand with store_matrices_transposed: its columns become rows of
+// the tile, from 0 on, and the 64 rows of a warpgroup the columns from group `g` of eight on.
+template <class T>
+DEVICE unsigned transposed_origin(unsigned tile, int g) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const unsigned origin = T::address(tile, lane / 16 * 8 + lane % 8, g + 2 * warp + lane / 8 % 2);
-#pragma unroll
-  for (int i = 0; i < kN; ++i) store_matrices_transposed(T::part(origin, i, 0), operands[i]);
+  return T::address(tile, lane / 16 * 8 + lane % 8, g + 2 * warp + lane / 8 % 2);
 }
 
 // One of a thread's two rows of accumulators, times a factor, as row `row` of an array that has so

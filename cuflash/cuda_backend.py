@@ -245,7 +245,7 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     widths = _rounded_up(d, 64) + _rounded_up(dv, 64)
     shared = 2 * (keys + 2 * queries) * widths + tiles.ds_stages * 2 * queries * keys
     shared += 4 * queries * d + 2 * 2 * 4 * queries  # dQ; lse and delta
-    shared = _rounded_up(shared + 14 * 8, KIB)  # barriers
+    shared = _rounded_up(shared + 48 + 14 * 8, KIB)  # which tiles; barriers
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,

@@ -245,6 +245,12 @@ HOPPER_BACKWARD_CASES = [
           softcap=2.0), HopperBackward(64)),
     (case(200, 130, d=72, dv=128, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
           layout="contiguous", window=(40, 3)), HopperBackward(80, 1, turn=2)),
+    (case(260, 129, d=64, dv=64, batch=1, heads=2, heads_kv=2, dtype="float16", layout="contiguous",
+          causal=True, scale=-0.4, softcap=3.0), HopperBackward(128, 1, deterministic=False)),
+    (case(300, 260, d=40, dv=24, batch=2, heads=3, heads_kv=3, dtype="bfloat16",
+          layout="contiguous", window=(5, 40)), HopperBackward(64, turn=2, together=4)),
+    (case(130, 5, d=8, dv=9, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
+          causal="top_left", scale=0.0), HopperBackward(96, 1)),
 ]  # fmt: skip
 
 
