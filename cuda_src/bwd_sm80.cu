@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
 
-  const Work<BLOCK_K, BLOCK_Q> work(p, kTogether);
+  const KeyWork<BLOCK_K, BLOCK_Q> work(p, kTogether);
   const int head = work.head, batch = work.batch, k0 = work.k0, total = work.total;
   const Scores scores(p.scale, p.softcap);
 

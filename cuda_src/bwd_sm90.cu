@@ -33,10 +33,10 @@
 // DETERMINISTIC, TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm90.cu, of dq, dk and dv).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
 #include "bwd.cuh"
-#include "warpgroup.cuh"
+#include "ring.cuh"
 
 constexpr int kGroups = 2, kComputing = 128 * kGroups, kThreads = kComputing + 128;
-constexpr int BLOCK_K = 64 * kGroups, kStages = 2;
+constexpr int BLOCK_K = 64 * kGroups;
 constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
 
 // dQ, or dQ^T, of a warpgroup has 64 rows.
@@ -54,19 +54,17 @@ using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
 using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
 using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
 using STile = Tile<BLOCK_Q, BLOCK_K, kComputing>;  // dS
-using TheWork = Work<BLOCK_K, BLOCK_Q>;
+using Work = KeyWork<BLOCK_K, BLOCK_Q>;
 
 struct Shared {
   KTile::Storage k;
   VTile::Storage v;
-  QTile::Storage q[kStages];
-  OTile::Storage dout[kStages];
+  Ring<QTile> q;
+  Ring<OTile> dout;
   STile::Storage ds[DS_STAGES];
   __align__(16) float dq[kGroups][kDqPart];
-  float lse_log2[kStages][BLOCK_Q], delta[kStages][BLOCK_Q];
-  TheWork work;
-  unsigned long long k_full, v_full, q_full[kStages], q_empty[kStages], o_full[kStages],
-      o_empty[kStages], dq_full[kGroups], dq_empty[kGroups];
+  Work work;
+  unsigned long long k_full, v_full, dq_full[kGroups], dq_empty[kGroups];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
@@ -82,11 +80,6 @@ DEVICE float* dq_part(const Params& p, int batch, int head, int q0, int group) {
   return p.dq_sum + (tile * kGroups + group) * kDqPart;
 }
 
-// Of numbers for each query, those of a thread's two columns n.
-DEVICE float2 pair_at(const float* numbers, int n) {
-  return *reinterpret_cast<const float2*>(numbers + 8 * n + fragment_column());
-}
-
 extern "C" __global__ void row_delta(const Params p) { write_row_delta<BLOCK_Q>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -94,30 +87,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
-  const unsigned q_tiles = shared_address(&shared.q), o_tiles = shared_address(&shared.dout);
   const unsigned ds_tiles = shared_address(&shared.ds), dq_parts = shared_address(&shared.dq);
   const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
-  const unsigned q_full = shared_address(&shared.q_full);
-  const unsigned q_empty = shared_address(&shared.q_empty);
-  const unsigned o_full = shared_address(&shared.o_full);
-  const unsigned o_empty = shared_address(&shared.o_empty);
   const unsigned dq_full = shared_address(&shared.dq_full);
   const unsigned dq_empty = shared_address(&shared.dq_empty);
 
   if (threadIdx.x == kComputing) {
     prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
     barrier_init(k_full, 1), barrier_init(v_full, 1);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(q_full + 8 * i, 1), barrier_init(o_full + 8 * i, 1);
-      barrier_init(q_empty + 8 * i, 4 * kGroups), barrier_init(o_empty + 8 * i, 4 * kGroups);
-    }
+    shared.q.init(4 * kGroups), shared.dout.init(4 * kGroups);
     for (int i = 0; i < kGroups; ++i)
       barrier_init(dq_full + 8 * i, 4), barrier_init(dq_empty + 8 * i, 1);
     barrier_init_fence();
-    shared.work = TheWork(p, p.section);
+    shared.work = Work(p, p.section);
   }
   __syncthreads();
-  const TheWork& work = shared.work;  // there, and not in registers
+  const Work& work = shared.work;  // there, and not in registers
   const int total = work.total;
   int q_head = work.head * p.group, q0 = work.q_last;
 
@@ -128,23 +113,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (role == 0) {
       load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
       for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
-        const int stage = i % kStages;
-        const unsigned free = i / kStages % 2 ^ 1;
-        const long long row = (static_cast<long long>(work.batch) * p.heads + q_head) *
-                                  ((p.sq + BLOCK_Q - 1) / BLOCK_Q * BLOCK_Q) +
-                              q0;
-        constexpr int kBytes = BLOCK_Q * sizeof(float);
-        barrier_wait(q_empty + 8 * stage, free);
-        load<QTile>(q_tiles + stage * sizeof(QTile::Storage), maps.q, q_full + 8 * stage, q0,
-                    q_head, work.batch, kBytes);
-        bulk_load(shared_address(&shared.lse_log2[stage]), static_cast<float*>(p.lse_log2) + row,
-                  q_full + 8 * stage, kBytes);
+        shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
         if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
-        barrier_wait(o_empty + 8 * stage, free);
-        load<OTile>(o_tiles + stage * sizeof(OTile::Storage), maps.dout, o_full + 8 * stage, q0,
-                    q_head, work.batch, kBytes);
-        bulk_load(shared_address(&shared.delta[stage]), static_cast<float*>(p.delta) + row,
-                  o_full + 8 * stage, kBytes);
+        shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
       }
     } else if (role <= kGroups) {
       const int group = role - 1, turns = (p.sq + TURN - 1) / TURN;
@@ -181,39 +152,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], dq[kDqColumns / 8][4];
   float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
   unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
-  auto release = [&](unsigned barrier) {
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-  };
   // Through a shuffle: else the compiler keeps sums of addresses in registers.
   auto hidden = [&](unsigned operand) { return __shfl_sync(~0u, operand, 0); };
   // Start S^T = K Q^T.
-  auto multiply_kq = [&](int stage) {
+  auto multiply_kq = [&](int i) {
     const unsigned k = hidden(operand(k_tile + group * 64 * 128));
-    const unsigned q = hidden(operand(q_tiles + stage * sizeof(QTile::Storage)));
+    const unsigned q = hidden(operand(shared.q.tile(i)));
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 16; ++j)
       wgmma<false>(s[0], k + columns_at<KTile>(j), q + columns_at<QTile>(j), j > 0);
     wgmma_commit();
   };
-  auto multiply_vo = [&](int stage) {  // dP^T = V dO^T
+  auto multiply_vo = [&](int i) {  // dP^T = V dO^T
     const unsigned v = hidden(operand(v_tile + group * 64 * 128));
-    const unsigned dout = hidden(operand(o_tiles + stage * sizeof(OTile::Storage)));
+    const unsigned dout = hidden(operand(shared.dout.tile(i)));
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < VALUE_DIM / 16; ++j)
       wgmma<false>(ds[0], v + columns_at<VTile>(j), dout + columns_at<OTile>(j), j > 0);
     wgmma_commit();
   };
-  auto multiply_po = [&](int stage) {  // dV += P^T dO
-    const unsigned dout = operand(o_tiles + stage * sizeof(OTile::Storage), OTile::kSlabBytes);
+  auto multiply_po = [&](int i) {  // dV += P^T dO
+    const unsigned dout = operand(shared.dout.tile(i), OTile::kSlabBytes);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dv[0], p_rounded[j], dout + rows_at(j));
     wgmma_commit();
   };
-  auto multiply_sq = [&](int stage) {  // dK += dS^T Q
-    const unsigned q = operand(q_tiles + stage * sizeof(QTile::Storage), QTile::kSlabBytes);
+  auto multiply_sq = [&](int i) {  // dK += dS^T Q
+    const unsigned q = operand(shared.q.tile(i), QTile::kSlabBytes);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dk[0], ds_rounded[j], q + rows_at(j));
@@ -248,24 +216,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
     fence_async();
     __syncwarp();
-    release(dq_full + 8 * group);
+    if (threadIdx.x % 32 == 0) barrier_arrive(dq_full + 8 * group);
   };
   // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
   auto differentiate = [&](int i) {
-    const int stage = i % kStages;
     const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
     auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
-    barrier_wait(o_full + 8 * stage, i / kStages % 2);
+    shared.dout.wait(i);
     wgmma_wait<1>();  // dK of the tile before is done, and gives up the registers of its dS
-    if (i > 0) release(q_empty + 8 * (stage ^ 1));
-    multiply_vo(stage);
+    if (i > 0) shared.q.release(i - 1);
+    multiply_vo(i);
     wgmma_wait<1>();
     scores.transform(s);
     if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
     // P beside dP, except with a softcap, whose slope needs the scores again, and registers are
     // few.
     auto exponentiate = [&](int n) {
-      const float2 lse = pair_at(shared.lse_log2[stage], n);
+      const float2 lse = shared.q.pair(i, n);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         s[0][n][e] = exp2_approx(s[0][n][e] * scores.unit - (e % 2 ? lse.y : lse.x));
@@ -285,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int j = 0; j < BLOCK_Q / 16; ++j) {
 #pragma unroll
       for (int n = 2 * j; n < 2 * j + 2; ++n) {
-        const float2 delta = pair_at(shared.delta[stage], n);
+        const float2 delta = shared.dout.pair(i, n);
         float slope[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) slope[e] = fmaxf(scores.slope(s[0][n][e]), 0.0f);  // -inf there
@@ -302,27 +269,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   if (total > 0) {
     barrier_wait(k_full, 0);
-    barrier_wait(q_full, 0);
+    shared.q.wait(0);
     multiply_kq(0);
     barrier_wait(v_full, 0);
     differentiate(0);
     for (int i = 0;;) {
-      const int stage = i % kStages;
-      multiply_po(stage);
+      multiply_po(i);
       if constexpr (kTight) {
-        multiply_sq(stage);
+        multiply_sq(i);
         wgmma_wait<0>();
       }
       named_sync(1, kComputing);  // dS is there
       multiply_sk(i % DS_STAGES);
-      if constexpr (!kTight) multiply_sq(stage);
+      if constexpr (!kTight) multiply_sq(i);
       wgmma_wait<kTight ? 0 : 1>();
-      release(o_empty + 8 * stage);
+      shared.dout.release(i);
       pass_on_dq(i);
       if (++i == total) break;
       work.step(q0, q_head);
-      barrier_wait(q_full + 8 * (stage ^ 1), i / kStages % 2);
-      multiply_kq(stage ^ 1);
+      shared.q.wait(i);
+      multiply_kq(i);
       differentiate(i);
     }
     wgmma_wait<0>();

@@ -23,6 +23,7 @@
 #include "hopper.cuh"
 #include "softmax.cuh"
 #include "warpgroup.cuh"
+#include "work.cuh"
 
 constexpr int kGroups = BLOCK_Q / 64;
 constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
@@ -39,31 +40,7 @@ using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
 using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
 using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
 
-// A query tile and the key blocks that it sees.
-struct Work {
-  int head, batch, q0, k_begin, blocks;  // q0 < 0: none, the end
-
-  Work() = default;
-  // Heads in sections whose keys and values stay in the L2 cache together; in a section the last
-  // queries of all heads first, which under a causal mask have the most to do.
-  DEVICE Work(const Params& p, int index) {
-    int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, heads = p.heads;
-    asm volatile("" : "+r"(tiles), "+r"(heads));  // else their reciprocals are kept in registers
-    if (index >= p.batch * heads * tiles) {
-      head = batch = k_begin = blocks = 0, q0 = -1;
-      return;
-    }
-    const int first = index / (p.section * tiles) * p.section;
-    const int together = min(p.section, p.batch * heads - first);
-    const int rank = (index - first * tiles) / together;
-    const int flat = first + (index - first * tiles) % together;
-    head = flat % heads, batch = flat / heads;
-    q0 = (tiles - 1 - rank) * BLOCK_Q;
-    k_begin = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
-    const int k_end = k_bounds(min(q0 + BLOCK_Q, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift).hi;
-    blocks = max(0, (k_end + BLOCK_K - 1) / BLOCK_K - k_begin);
-  }
-};
+using Work = QueryWork<BLOCK_Q, BLOCK_K>;
 
 struct Shared {
   QTile::Storage q[Q_STAGES];

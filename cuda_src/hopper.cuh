@@ -95,7 +95,7 @@ DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory
 // memory.
 DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// --- registers to shared memory, and from global memory
+// --- registers to shared memory and back, and from global memory
 
 // Four 8 x 8 matrices of 16-bit elements, each transposed: lane i gives the address of column i % 8
 // of matrix i / 8. The opposite of load_matrices_transposed.
@@ -108,6 +108,12 @@ DEVICE void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) 
 DEVICE void store_shared16(unsigned address, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+DEVICE void load_shared16(float (&x)[4], unsigned address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
                : "memory");
 }
 DEVICE void load_16(float (&x)[4], const float* from) {

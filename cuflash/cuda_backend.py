@@ -58,12 +58,25 @@ class HopperBackward(NamedTuple):
     deterministic: bool = True  # blocks take turns at dQ
 
 
+class HopperTwoPass(NamedTuple):
+    """The same where dK and dV are too wide for that: two passes, of seven products.
+
+    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past 128
+    queries in that for dQ.
+    """
+
+    streamed: int
+    keys: int
+    p_stages: int = 2  # buffers for P between the warpgroups
+    together: int = 8  # heads that are worked on at a time
+
+
 @dataclass(frozen=True)
 class Config:
     """Tiles of the forward and of the backward kernel."""
 
     forward: Tiles | HopperTiles
-    backward: Tiles | HopperBackward
+    backward: Tiles | HopperBackward | HopperTwoPass
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
@@ -102,7 +115,10 @@ _BACKWARD_16 = {
 BACKWARD_HOPPER = {
     64: [HopperBackward(128), HopperBackward(128, 1)],
     128: [HopperBackward(64), HopperBackward(80), HopperBackward(80, 1)],
+    192: [HopperTwoPass(64, 64), HopperTwoPass(80, 64)],
+    256: [HopperTwoPass(64, 48), HopperTwoPass(64, 32)],
 }
+ON_HOPPER = HopperBackward, HopperTwoPass
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
 # is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s of a kernel, all its products
 # counted, of 67 in float32 and 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
@@ -177,11 +193,13 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
 
 @functools.lru_cache(4096)
 def backward_steps(
-    problem: Problem, tiles: Tiles | HopperBackward, vector: bool
+    problem: Problem, tiles: Tiles | HopperBackward | HopperTwoPass, vector: bool
 ) -> list[tuple[Variant, int]]:
     """What a backward pass launches: kernels, and of how many blocks."""
     if isinstance(tiles, HopperBackward):
         return _sm90_steps(problem, tiles, vector)
+    if isinstance(tiles, HopperTwoPass):
+        return _sm90_two_pass_steps(problem, tiles, vector)
     steps = _simt_steps if problem.dtype in REALS else _sm80_steps
     return steps(problem, tiles, vector)
 
@@ -242,10 +260,9 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     keys, queries = 128, tiles.streamed
     d, dv = _sm90_width(problem.d, tiles), _rounded_up(problem.dv, 32)
-    widths = _rounded_up(d, 64) + _rounded_up(dv, 64)
-    shared = 2 * (keys + 2 * queries) * widths + tiles.ds_stages * 2 * queries * keys
-    shared += 4 * queries * d + 2 * 2 * 4 * queries  # dQ; lse and delta
-    shared = _rounded_up(shared + 48 + 14 * 8, KIB)  # which tiles; barriers
+    shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
+    shared += tiles.ds_stages * _slab_bytes(queries, keys) + 4 * queries * d  # dS; dQ
+    shared += KIB  # which tiles; barriers
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
@@ -263,10 +280,44 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     q_tiles = heads * -(-problem.sq // queries)
     staged = 0 if queries in (64, 128) else 2 * queries * d
     return [
-        (step("row_delta"), -(-q_tiles * queries // 8)),
+        (step("row_delta"), -(-stats_rows(problem, tiles) // 8)),
         (step("bwd_sm90", 12), heads_kv * -(-problem.sk // keys)),
         (step("store_dq")._replace(shared_bytes=staged), q_tiles),
     ]
+
+
+def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
+    queries, keys = tiles.streamed, tiles.keys  # of the passes for dK and dV, and for dQ
+
+    def step(file, entry, macros, shared, warps=12):
+        all_tiles = Tiles(64, queries, warps)
+        return _16_bit_variant(file, entry, problem, all_tiles, vector, macros, shared)
+
+    shared = _slab_bytes(64, d) + _slab_bytes(64, dv) + _rings_bytes(queries, d, dv)
+    shared += tiles.p_stages * 4 * queries * 64 + KIB
+    of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages}, shared
+    shared = sum(_slab_bytes(128 + 2 * keys, width) for width in (d, dv)) + KIB
+    of_q = {"BLOCK_K": keys, "STATS_ROWS": queries}, shared
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    return [
+        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
+        (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
+        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // 128)),
+    ]
+
+
+def _slab_bytes(rows: int, width: int) -> int:
+    """Of a tile as a tensor copy writes it."""
+    return 2 * rows * _rounded_up(width, 64)
+
+
+def _rings_bytes(queries: int, d: int, dv: int) -> int:
+    """Of ring.cuh: two tiles of q and of dout, with a number of each row, and barriers."""
+    return sum(
+        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries + 4 * 8, KIB)
+        for width in (d, dv)
+    )
 
 
 def _sm90_width(width: int, tiles: HopperBackward) -> int:
@@ -452,7 +503,7 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
     boxes = tiles.resident, tiles.streamed, tiles.streamed
-    maps = _tensor_maps(problem, boxes, layout[0][:3], tuple(pointers[:3]))
+    maps = (_tensor_maps(problem, boxes, layout[0][:3], tuple(pointers[:3])),)
     rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, maps)
 
@@ -524,22 +575,24 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
-    tiles, maps = config.backward, None
+    tiles, maps = config.backward, ()
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    if isinstance(tiles, HopperBackward) and problem.sq and problem.sk:
-        _, (mapped, aligned) = _described([q, k, v, dout])
-        if not _fit_for_tensor_maps(mapped, aligned):
-            q, k, v, dout = map(_aligned_copy, (q, k, v, dout))
+    if isinstance(tiles, ON_HOPPER) and problem.sq and problem.sk:
+        mapped = [q, k, v, dout]
+        if not _fit_for_tensor_maps(*_described(mapped)[1]):
+            q, k, v, dout = mapped = [_aligned_copy(x) for x in mapped]
             pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-        pointers_of_four, (strides, _) = _described([q, k, v, dout])
-        maps = _tensor_maps(problem, backward_boxes(tiles), strides, tuple(pointers_of_four))
+        starts, (strides, _) = _described(mapped)
+        maps = tuple(
+            _tensor_maps(problem, boxes, strides, tuple(starts)) for boxes in backward_boxes(tiles)
+        )
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
     rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
-    if problem.dtype in ELEMENTS:
+    if problem.dtype in ELEMENTS and not isinstance(tiles, HopperTwoPass):
         sums, turns = sums_and_turns(problem, tiles)
         zeros = cupy.ndarray(sums + turns, cupy.float32)
         zeros.data.memset_async(0, zeros.nbytes)
@@ -547,14 +600,18 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     _launch(plan, pointers, rows, maps)
 
 
-def backward_boxes(tiles: HopperBackward) -> tuple[int, ...]:
-    """Rows of a copy of q, k, v and dout."""
-    return tiles.streamed, 128, 128, tiles.streamed
+def backward_boxes(tiles: HopperBackward | HopperTwoPass) -> list[tuple[int, ...]]:
+    """For each kernel that copies by tensor maps: rows of a copy of q, k, v and dout."""
+    keys = 128 if isinstance(tiles, HopperBackward) else 64
+    boxes = [(tiles.streamed, keys, keys, tiles.streamed)]
+    if isinstance(tiles, HopperTwoPass):
+        boxes.append((128, tiles.keys, tiles.keys, 128))
+    return boxes
 
 
-def stats_rows(p: Problem, tiles: Tiles | HopperBackward) -> int:
+def stats_rows(p: Problem, tiles: Tiles | HopperBackward | HopperTwoPass) -> int:
     """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
-    queries = tiles.streamed if isinstance(tiles, HopperBackward) else 1
+    queries = tiles.streamed if isinstance(tiles, ON_HOPPER) else 1
     return p.batch * p.heads * _rounded_up(p.sq, queries)
 
 
@@ -579,7 +636,8 @@ class Plan(NamedTuple):
     """What launches need: Params but for the pointers, as 8-byte words; and the launches."""
 
     template: array.array
-    launches: list[tuple[Any, tuple, tuple, int]]  # kernel, grid, block, shared memory
+    # Kernel, grid, block, shared memory, and whether it takes tensor maps.
+    launches: list[tuple[Any, tuple, tuple, int, bool]]
 
 
 @functools.lru_cache(4096)
@@ -596,11 +654,11 @@ def _forward_plan(
 
 @functools.lru_cache(4096)
 def _backward_plan(
-    device, problem: Problem, tiles: Tiles | HopperBackward, strides, aligned: bool
+    device, problem: Problem, tiles: Tiles | HopperBackward | HopperTwoPass, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
-    section = tiles.together if isinstance(tiles, HopperBackward) else 0
+    section = tiles.together if isinstance(tiles, ON_HOPPER) else 0
     return Plan(_template(problem, strides, section), _loaded(device, steps))
 
 
@@ -634,10 +692,10 @@ def _template(p: Problem, strides: tuple, section: int) -> array.array:
 
 def _loaded(
     device: int, variants: list[tuple[Variant, int]]
-) -> list[tuple[Any, tuple, tuple, int]]:
+) -> list[tuple[Any, tuple, tuple, int, bool]]:
     # The function behind a RawKernel, which itself looks for the device at every launch.
     return [
-        (_kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes)
+        (_kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes, "sm90" in v.entry)
         for v, blocks in variants
         if blocks
     ]
@@ -660,15 +718,16 @@ def _by_address() -> Any:
     return CPointer
 
 
-def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: Any = None) -> None:
+def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: tuple = ()) -> None:
+    """`maps`: of the kernels that take tensor maps, in their order."""
     params = plan.template[:]
     for i, pointer in enumerate(pointers):
         params[5 * i] = pointer
     for i, pointer in enumerate(rows, 40):
         params[i] = pointer
     by_address = _by_address()
-    args: tuple[Any, ...] = (by_address(params.buffer_info()[0]),)
-    if maps is not None:
-        args += (by_address(maps[1]),)
-    for kernel, grid, block, shared_bytes in plan.launches:
-        kernel(grid, block, args, shared_bytes)
+    args = (by_address(params.buffer_info()[0]),)
+    left = iter(maps)
+    for kernel, grid, block, shared_bytes, mapped in plan.launches:
+        more = (by_address(next(left)[1]),) if mapped else ()
+        kernel(grid, block, args + more, shared_bytes)

@@ -102,7 +102,7 @@ inline void bulk_wait_read() {}
 inline void bulk_wait() {}
 inline void fence_async() {}
 
-// --- registers to shared memory, and from global memory
+// --- registers to shared memory and back, and from global memory
 
 inline void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) {
   const int lane = threadIdx.x % 32;
@@ -116,6 +116,9 @@ inline void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) 
 }
 inline void store_shared16(unsigned address, const float (&x)[4]) {
   std::memcpy(memory + address, x, 16);
+}
+inline void load_shared16(float (&x)[4], unsigned address) {
+  std::memcpy(x, memory + address, 16);
 }
 inline void load_16(float (&x)[4], const float* from) { std::memcpy(x, from, 16); }
 

@@ -18,7 +18,7 @@ import pytest
 from cases import Run, case, dtype_of, normal
 
 from cuflash import _compile, api, cuda_backend
-from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, Tiles
+from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, HopperTwoPass, Tiles
 
 HERE = Path(__file__).parent
 
@@ -156,13 +156,13 @@ def backward(backend, problem, tiles, run, out, lse):
     plan = backend._backward_plan(0, problem, tiles, *layout)
     lse_log2, delta = np.full((2, backend.stats_rows(problem, tiles)), np.nan, problem.compute)
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
-    if dtype_of(problem.dtype).itemsize == 2:
+    if problem.dtype in backend.ELEMENTS and not isinstance(tiles, HopperTwoPass):
         sums, turns = (np.zeros(n, "f4") for n in backend.sums_and_turns(problem, tiles))
         rows += [sums.ctypes.data, turns.ctypes.data]
-    maps = None
-    if isinstance(tiles, HopperBackward):
-        boxes = backend.backward_boxes(tiles)
-        maps = tensor_maps(zip((run.q, run.k, run.v, run.dout), boxes, strict=True))
+    maps = ()
+    if isinstance(tiles, backend.ON_HOPPER):
+        mapped = run.q, run.k, run.v, run.dout
+        maps = [tensor_maps(zip(mapped, b, strict=True)) for b in backend.backward_boxes(tiles)]
     backend._launch(plan, pointers, rows, maps)
     return dq, dk, dv
 
@@ -214,7 +214,7 @@ def hopper(on_cpu, monkeypatch):
         plan = on_cpu._forward_plan(0, problem, tiles, *layout)
         rows = [lse.ctypes.data, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        on_cpu._launch(plan, pointers, rows, maps)
+        on_cpu._launch(plan, pointers, rows, [maps])
         return out, lse
 
     return forward
@@ -251,6 +251,12 @@ HOPPER_BACKWARD_CASES = [
           layout="contiguous", window=(5, 40)), HopperBackward(64, turn=2, together=4)),
     (case(130, 5, d=8, dv=9, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
           causal="top_left", scale=0.0), HopperBackward(96, 1)),
+    (case(150, 100, d=136, dv=72, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", causal=True), HopperTwoPass(64, 48)),
+    (case(70, 140, d=40, dv=160, batch=1, heads=2, heads_kv=2, dtype="float16", layout="bshd",
+          softcap=2.0, window=(60, 9)), HopperTwoPass(80, 64, 1)),
+    (case(140, 70, d=24, dv=40, batch=2, heads=2, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", window=(5, None), scale=-0.4), HopperTwoPass(32, 32)),
 ]  # fmt: skip
 
 
