@@ -108,10 +108,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x >= kComputing) {
     registers_lower<kCopyingRegisters>();
+    // Loops here are not unrolled: these 24 registers would not do.
     const int role = threadIdx.x / 32 - kComputing / 32;
     if (threadIdx.x % 32 || total == 0) return;
     if (role == 0) {
       load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
+#pragma unroll 1
       for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
         shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
         if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
@@ -119,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     } else if (role <= kGroups) {
       const int group = role - 1, turns = (p.sq + TURN - 1) / TURN;
+#pragma unroll 1
       for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
         int* const counter =
             p.counters +

@@ -111,7 +111,9 @@ _BACKWARD_16 = {
         Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
     ],
 }  # fmt: skip
-# On compute capability 9.0, and only where `config=` asks for it: not measured yet.
+# On compute capability 9.0. Not measured yet: so of no width the first row is the default, and
+# `config=` asks for one.
+BACKWARD_HOPPER_DEFAULT: tuple[int, ...] = ()
 BACKWARD_HOPPER = {
     64: [HopperBackward(128), HopperBackward(128, 1)],
     128: [HopperBackward(64), HopperBackward(80), HopperBackward(80, 1)],
@@ -414,13 +416,13 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     def backward_bytes(tiles):
         return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
-    if capability == 90 and problem.dtype in ELEMENTS:
-        forward = next(t for w, t in FORWARD_HOPPER.items() if w >= width)
-    else:
-        forward = first(FORWARD, forward_bytes, forward_limit)
+    hopper = capability == 90 and problem.dtype in ELEMENTS
+    row = next(w for w in FORWARD_HOPPER if w >= width) if hopper else 0
     return Config(
-        forward,
-        first(BACKWARD, backward_bytes, shared_limit),
+        FORWARD_HOPPER[row] if hopper else first(FORWARD, forward_bytes, forward_limit),
+        BACKWARD_HOPPER[row][0]
+        if row in BACKWARD_HOPPER_DEFAULT
+        else first(BACKWARD, backward_bytes, shared_limit),
     )
 
 
@@ -576,10 +578,14 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     import cupy
 
     tiles, maps = config.backward, ()
+    if isinstance(tiles, ON_HOPPER) and not problem.sq * problem.sk:
+        for grad in (dq, dk, dv):  # there is no tensor map of an empty array
+            grad.fill(0)
+        return
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    if isinstance(tiles, ON_HOPPER) and problem.sq and problem.sk:
+    if isinstance(tiles, ON_HOPPER):
         mapped = [q, k, v, dout]
         if not _fit_for_tensor_maps(*_described(mapped)[1]):
             q, k, v, dout = mapped = [_aligned_copy(x) for x in mapped]

@@ -24,6 +24,7 @@ ARCHITECTURES = {
 #: fwd_sm90: of the copying thread, which at d = 64 has 32 registers; the others spill nothing.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 20,
+    "bwd_sm90": 0, "bwd_sm90_kv": 0, "bwd_sm90_q": 0,
 }  # fmt: skip
 
 
@@ -31,8 +32,8 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     """Every variant of the tile tables that a device of this architecture may choose."""
     limit = ARCHITECTURES[arch] * KIB
 
-    def problem(width):
-        return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0)
+    def problem(width, softcap=None):
+        return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0, softcap=softcap)
 
     forward = [
         cuda_backend.forward_variant(problem(width), tiles, True)
@@ -50,6 +51,16 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
         for width, table in cuda_backend.BACKWARD[dtype].items()
         for tiles in table
     ]
+    if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
+        backward += [
+            [variant for variant, _ in steps if variant.entry.startswith("bwd")]
+            for width, table in cuda_backend.BACKWARD_HOPPER.items()
+            for i, tiles in enumerate(table)
+            for steps in (
+                cuda_backend.backward_steps(problem(width, softcap), tiles, vector)
+                for softcap, vector in ((None, True), (2.0, False))[: 2 - (i > 0)]
+            )
+        ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [
         v for steps in backward if max(v.shared_bytes for v in steps) <= limit for v in steps

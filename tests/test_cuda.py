@@ -30,6 +30,8 @@ def configs():
     for width, tiles in cuda_backend.FORWARD_HOPPER.items():
         rows = next(rows for w, rows in cuda_backend.BACKWARD["float16"].items() if w >= width)
         yield "float16", width, cuda_backend.Config(tiles, rows[-1])
+        for backward in cuda_backend.BACKWARD_HOPPER[width]:
+            yield "bfloat16", width, cuda_backend.Config(tiles, backward)
 
 
 def needs_hopper():
@@ -62,6 +64,41 @@ def test_the_portable_forward_on_hopper(case):
     p = Problem("cuda", case.dtype, 1, 1, 1, 9, 9, case.d, case.dv, 1.0)
     out, lse = run.forward(backend="cuda", config=cuda_backend.config_for(p, 80, 163 * 1024))
     run.check_forward(out, lse)
+
+
+def on_hopper(d, dv=None, row=0):
+    """A config whose backward pass is one for Hopper, where that is not the default."""
+    width = next(w for w in cuda_backend.BACKWARD_HOPPER if w >= max(d, dv or d))
+    tiles = cuda_backend.BACKWARD_HOPPER[width][row]
+    return cuda_backend.Config(cuda_backend.FORWARD_HOPPER[width], tiles)
+
+
+@pytest.mark.parametrize("case", [c for c in ALL if c.dtype in cuda_backend.ELEMENTS], ids=str)
+def test_the_backward_for_hopper(case):
+    import cupy
+
+    needs_hopper()
+    run = Run(case, cupy)
+    config = on_hopper(case.d, case.dv)
+    out, lse = run.forward(backend="cuda", config=config)
+    run.check_backward(run.backward(out, lse, backend="cuda", config=config))
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_backward_for_hopper_repeats_bitwise(causal, d):
+    # Heads enough to fill the device some times over, so that blocks do wait for their turns.
+    import cupy
+
+    needs_hopper()
+    run = Run(case(1100, 1100, d=d, dv=d, batch=2, heads=12, heads_kv=6, dtype="bfloat16",
+                   layout="contiguous", causal=causal), cupy)  # fmt: skip
+    config = on_hopper(d)
+    out, lse = run.forward(backend="cuda", config=config)
+    grads = run.backward(out, lse, backend="cuda", config=config)
+    for _ in range(20):
+        again = run.backward(out, lse, backend="cuda", config=config)
+        assert all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
