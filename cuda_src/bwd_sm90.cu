@@ -20,7 +20,7 @@
 //   o_empty
 //                dq_empty of its group     writes its dQ, arrives at dq_full
 //   adding       dq_full of its group      adds that to dQ in memory, arrives at dq_empty
-//   named barrier 1: the computing ones; dS is there, and the last dS but DS_STAGES - 1 is read
+//   named barrier 1: the computing ones; dS is there (DS_STAGES 1: and the one before is read)
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
 //   P = exp(S) (+ dP); dS; dV, dQ, dK begin; dQ is passed on (+ dK); S of the next tile (+ dK)
@@ -28,7 +28,7 @@
 // DETERMINISTIC 1: as in bwd_sm80.cu blocks of a head take turns at dQ, in the order of their keys,
 // so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
 //
-// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32, HEAD_DIM to 128 unless BLOCK_Q is 128),
+// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32; HEAD_DIM 96 or 128 unless BLOCK_Q is 128),
 // BLOCK_Q, DS_STAGES (buffers for dS, 1 or 2), TURN (queries of a turn, whole tiles),
 // DETERMINISTIC, TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm90.cu, of dq, dk and dv).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
@@ -39,22 +39,23 @@ constexpr int kGroups = 2, kComputing = 128 * kGroups, kThreads = kComputing + 1
 constexpr int BLOCK_K = 64 * kGroups;
 constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
 
-// dQ, or dQ^T, of a warpgroup has 64 rows.
-constexpr bool kByRows = BLOCK_Q == 128, kByColumns = BLOCK_Q == 64;
-constexpr int kDqColumns = kByRows ? HEAD_DIM : kByColumns ? HEAD_DIM / 2 : BLOCK_Q;
-// Registers do not suffice for dQ beside dV and dK under way; the other warpgroup has to do then.
-constexpr bool kTight = !kByRows && !kByColumns;
-constexpr int kDqPart = 64 * kDqColumns;  // numbers
-static_assert(kGroups * kDqPart == BLOCK_Q * HEAD_DIM, "dQ does not divide into two parts");
-static_assert(!kByColumns || HEAD_DIM % 128 == 0, "whole slabs");
-static_assert(TURN % BLOCK_Q == 0, "whole tiles");
-
 using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
 using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
 using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
 using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
 using STile = Tile<BLOCK_Q, BLOCK_K, kComputing>;  // dS
 using Work = KeyWork<BLOCK_K, BLOCK_Q>;
+
+// dQ, or dQ^T, of a warpgroup has 64 rows. Where they share its columns, those are whole slabs.
+constexpr bool kByRows = BLOCK_Q == 128, kByColumns = BLOCK_Q == 64;
+constexpr int kDqWidth = kByRows ? HEAD_DIM : KTile::kWidth;
+constexpr int kDqColumns = kByRows ? HEAD_DIM : kByColumns ? kDqWidth / 2 : BLOCK_Q;
+constexpr int kDqPart = 64 * kDqColumns;  // numbers
+static_assert(kGroups * kDqPart == BLOCK_Q * kDqWidth, "dQ does not divide into two parts");
+static_assert(kByRows || kDqWidth % 128 == 0, "two slabs");
+static_assert(TURN % BLOCK_Q == 0, "whole tiles");
+// Registers do not suffice for dQ beside dV and dK under way; the other warpgroup has to do then.
+constexpr bool kTight = !kByRows && !kByColumns;
 
 struct Shared {
   KTile::Storage k;
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   auto multiply_sk = [&](int buffer) {  // dQ = dS K, or the transpose of it
     const unsigned ds_tile = ds_tiles + buffer * sizeof(STile::Storage);
-    const int columns = kByRows ? 0 : group * (HEAD_DIM / 2 / 64) * KTile::kSlabBytes;
+    const int columns = kByRows ? 0 : group * (kDqWidth / 2 / 64) * KTile::kSlabBytes;
     const unsigned k = hidden(operand(k_tile + columns, KTile::kSlabBytes));
     const unsigned ds_operand = hidden(operand(ds_tile + (kByRows ? group * 64 * 128 : 0)));
     wgmma_fence();
@@ -244,6 +245,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int n = 0; n < BLOCK_Q / 8; ++n) exponentiate(n);
     }
+    // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
+    barrier_wait(k_full, 0);
     wgmma_wait<0>();
     // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
     if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
@@ -317,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Param
   for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
   Slice rows(p.dq, batch, head);
   if constexpr (kByRows || kByColumns) {
-    const int column = kByColumns ? group * HEAD_DIM / 2 : 0;
+    const int column = kByColumns ? group * kDqWidth / 2 : 0;
     rows.data += column * rows.column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -329,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Param
     unsigned rounded[kDqColumns / 16][4];
     scale_by(dq, scale);
     round_to_operands(rounded, dq[0]);
-    const unsigned tile = transposed_origin<QTile>(shared_address(memory), group * (HEAD_DIM / 16));
+    const unsigned tile = transposed_origin<QTile>(shared_address(memory), group * (kDqWidth / 16));
 #pragma unroll
     for (int j = 0; j < kDqColumns / 16; ++j)
       store_matrices_transposed(QTile::part(tile, j, 0), rounded[j]);

@@ -165,6 +165,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) exponentiate(n, e);
     }
+    // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
+    barrier_wait(q_full, 0);
     wgmma_wait<0>();
     release(v_empty + 8 * (i % kStages));
     mask(ds, 0.0f);  // 0 times what they are may be NaN

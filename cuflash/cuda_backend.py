@@ -261,9 +261,13 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 
 def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     keys, queries = 128, tiles.streamed
-    d, dv = _sm90_width(problem.d, tiles), _rounded_up(problem.dv, 32)
+    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
+    if queries != 128:
+        d = max(d, 96)  # two slabs
     shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
-    shared += tiles.ds_stages * _slab_bytes(queries, keys) + 4 * queries * d  # dS; dQ
+    shared += tiles.ds_stages * _slab_bytes(queries, keys) + 4 * queries * _dq_width(
+        d, tiles
+    )  # dS; dQ
     shared += KIB  # which tiles; barriers
     macros = {
         "HEAD_DIM": d,
@@ -280,7 +284,7 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     q_tiles = heads * -(-problem.sq // queries)
-    staged = 0 if queries in (64, 128) else 2 * queries * d
+    staged = 0 if queries in (64, 128) else _slab_bytes(queries, d)
     return [
         (step("row_delta"), -(-stats_rows(problem, tiles) // 8)),
         (step("bwd_sm90", 12), heads_kv * -(-problem.sk // keys)),
@@ -322,8 +326,8 @@ def _rings_bytes(queries: int, d: int, dv: int) -> int:
     )
 
 
-def _sm90_width(width: int, tiles: HopperBackward) -> int:
-    """Columns of dQ: two warpgroups share 128 queries, and of fewer whole slabs of columns."""
+def _dq_width(width: int, tiles: HopperBackward) -> int:
+    """Of dQ in float32: two warpgroups share 128 queries, and of fewer queries two slabs."""
     return _rounded_up(width, 32 if tiles.streamed == 128 else 128)
 
 
@@ -625,7 +629,7 @@ def sums_and_turns(problem: Problem, tiles: Tiles | HopperBackward) -> tuple[int
     """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
     q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperBackward):
-        width, counters = _sm90_width(problem.d, tiles), 2
+        width, counters = _dq_width(problem.d, tiles), 2
     else:
         width, counters = _backward_width(problem.d, tiles), tiles.warps
     return q_tiles * tiles.streamed * width, q_tiles * counters  # a turn is a tile or more

@@ -243,6 +243,8 @@ HOPPER_BACKWARD_CASES = [
           causal=True), HopperBackward(128)),
     (case(90, 140, d=128, dv=72, batch=1, heads=2, heads_kv=2, dtype="bfloat16", layout="bshd",
           softcap=2.0), HopperBackward(64)),
+    (case(140, 130, d=40, dv=80, batch=1, heads=1, heads_kv=1, dtype="float16",
+          layout="contiguous", causal=True), HopperBackward(64)),
     (case(200, 130, d=72, dv=128, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
           layout="contiguous", window=(40, 3)), HopperBackward(80, 1, turn=2)),
     (case(260, 129, d=64, dv=64, batch=1, heads=2, heads_kv=2, dtype="float16", layout="contiguous",
