@@ -114,7 +114,7 @@ _BACKWARD_16 = {
 # On compute capability 9.0. Not measured yet: so of no width the first row is the default, and
 # `config=` asks for one.
 BACKWARD_HOPPER_DEFAULT: tuple[int, ...] = ()
-BACKWARD_HOPPER = {
+BACKWARD_HOPPER: dict[int, list[HopperBackward | HopperTwoPass]] = {
     64: [HopperBackward(128), HopperBackward(128, 1)],
     128: [HopperBackward(64), HopperBackward(80), HopperBackward(80, 1)],
     192: [HopperTwoPass(64, 64), HopperTwoPass(80, 64)],
@@ -265,10 +265,8 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     if queries != 128:
         d = max(d, 96)  # two slabs
     shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
-    shared += tiles.ds_stages * _slab_bytes(queries, keys) + 4 * queries * _dq_width(
-        d, tiles
-    )  # dS; dQ
-    shared += KIB  # which tiles; barriers
+    ds_and_dq = tiles.ds_stages * _slab_bytes(queries, keys), 4 * queries * _dq_width(d, tiles)
+    shared += sum(ds_and_dq) + KIB  # which tiles, and barriers
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
@@ -548,8 +546,8 @@ def _tensor_maps(p: Problem, rows: tuple[int, ...], strides: tuple, pointers: tu
     encode = _driver().cuTensorMapEncodeTiled
     memory = ctypes.create_string_buffer(64 + len(rows) * 128)
     start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
-    sizes = ((p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv))
-    sizes += ((p.dv, p.sq, p.heads),)
+    of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
+    sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads)
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
     for i, pointer in enumerate(pointers):
         batch_stride, head_stride, row_stride, _ = strides[i]
@@ -582,7 +580,7 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     import cupy
 
     tiles, maps = config.backward, ()
-    if isinstance(tiles, ON_HOPPER) and not problem.sq * problem.sk:
+    if isinstance(tiles, ON_HOPPER) and not q.size * k.size:
         for grad in (dq, dk, dv):  # there is no tensor map of an empty array
             grad.fill(0)
         return
@@ -612,11 +610,9 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
 
 def backward_boxes(tiles: HopperBackward | HopperTwoPass) -> list[tuple[int, ...]]:
     """For each kernel that copies by tensor maps: rows of a copy of q, k, v and dout."""
-    keys = 128 if isinstance(tiles, HopperBackward) else 64
-    boxes = [(tiles.streamed, keys, keys, tiles.streamed)]
-    if isinstance(tiles, HopperTwoPass):
-        boxes.append((128, tiles.keys, tiles.keys, 128))
-    return boxes
+    if isinstance(tiles, HopperBackward):
+        return [(tiles.streamed, 128, 128, tiles.streamed)]
+    return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
 
 
 def stats_rows(p: Problem, tiles: Tiles | HopperBackward | HopperTwoPass) -> int:
