@@ -23,7 +23,8 @@
 //   named barrier 1: the computing ones; dS is there (DS_STAGES 1: and the one before is read)
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
-//   P = exp(S) (+ dP); dS; dV, dQ, dK begin; dQ is passed on (+ dK); S of the next tile (+ dK)
+//   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin; dQ is passed on (+ dK); S of
+//   the next tile begins (+ dK)
 //
 // DETERMINISTIC 1: as in bwd_sm80.cu blocks of a head take turns at dQ, in the order of their keys,
 // so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
@@ -54,8 +55,8 @@ constexpr int kDqPart = 64 * kDqColumns;  // numbers
 static_assert(kGroups * kDqPart == BLOCK_Q * kDqWidth, "dQ does not divide into two parts");
 static_assert(kByRows || kDqWidth % 128 == 0, "two slabs");
 static_assert(TURN % BLOCK_Q == 0, "whole tiles");
-// Registers do not suffice for dQ beside dV and dK under way; the other warpgroup has to do then.
-constexpr bool kTight = !kByRows && !kByColumns;
+// dV begins before dS is computed. Elsewhere P, both rounded and not, is more than registers hold.
+constexpr bool kEarly = kByColumns;
 
 struct Shared {
   KTile::Storage k;
@@ -104,18 +105,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   const Work& work = shared.work;  // there, and not in registers
-  const int total = work.total;
   int q_head = work.head * p.group, q0 = work.q_last;
 
   if (threadIdx.x >= kComputing) {
     registers_lower<kCopyingRegisters>();
     // Loops here are not unrolled: these 24 registers would not do.
     const int role = threadIdx.x / 32 - kComputing / 32;
-    if (threadIdx.x % 32 || total == 0) return;
+    if (threadIdx.x % 32 || work.total == 0) return;
     if (role == 0) {
       load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
 #pragma unroll 1
-      for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
+      for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
         shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
         if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
         shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else if (role <= kGroups) {
       const int group = role - 1, turns = (p.sq + TURN - 1) / TURN;
 #pragma unroll 1
-      for (int i = 0; i < total; ++i, work.step(q0, q_head)) {
+      for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
         int* const counter =
             p.counters +
             ((static_cast<long long>(work.batch) * p.heads + q_head) * turns + q0 / TURN) *
@@ -153,7 +153,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int group = threadIdx.x / 128;
   const Scores scores(p.scale, p.softcap);
-  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], dq[kDqColumns / 8][4];
+  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByRows ? kDqColumns / 8 : 1][4];
+  // In the registers of S, by name: the compiler would find others, which there are not.
+  auto& dq = [&]() -> auto& {
+    if constexpr (kByRows)
+      return own_dq;
+    else
+      return s[0];
+  }();
   float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
   unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
   // Through a shuffle: else the compiler keeps sums of addresses in registers.
@@ -233,21 +240,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wgmma_wait<1>();
     scores.transform(s);
     if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
-    // P beside dP, except with a softcap, whose slope needs the scores again, and registers are
-    // few.
-    auto exponentiate = [&](int n) {
-      const float2 lse = shared.q.pair(i, n);
+    // Of queries 16 j .., s becomes P, times the slope of the softcap once P is rounded.
+    auto exponentiate = [&](int j) {
+      float slope[2][4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[0][n][e] = exp2_approx(s[0][n][e] * scores.unit - (e % 2 ? lse.y : lse.x));
+      for (int n = 0; n < 2; ++n) {
+        const float2 lse = shared.q.pair(i, 2 * j + n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[0][2 * j + n][e];
+          slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
+          x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
+        }
+      }
+      if constexpr (kEarly || TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) s[0][2 * j + e / 4][e % 4] *= slope[e / 4][e % 4];
     };
-    if constexpr (!TRANSFORM) {
+    if constexpr (kEarly || !TRANSFORM) {
 #pragma unroll
-      for (int n = 0; n < BLOCK_Q / 8; ++n) exponentiate(n);
+      for (int j = 0; j < BLOCK_Q / 16; ++j) exponentiate(j);
     }
-    // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
-    barrier_wait(k_full, 0);
-    wgmma_wait<0>();
+    if constexpr (kEarly) {
+      multiply_po(i);
+      wgmma_wait<1>();
+    } else {
+      // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
+      barrier_wait(k_full, 0);
+      wgmma_wait<0>();
+    }
     // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
     if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
     if constexpr (DS_STAGES == 1) named_sync(1, kComputing);  // dQ of the tile before is computed
@@ -256,42 +277,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Step by step to the end: that takes the fewest registers.
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 16; ++j) {
+      if constexpr (!kEarly && TRANSFORM) exponentiate(j);
+      if constexpr (!kEarly && !TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
 #pragma unroll
       for (int n = 2 * j; n < 2 * j + 2; ++n) {
         const float2 delta = shared.dout.pair(i, n);
-        float slope[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) slope[e] = fmaxf(scores.slope(s[0][n][e]), 0.0f);  // -inf there
-        if constexpr (TRANSFORM) exponentiate(n);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x)) * slope[e];
+          ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x));
       }
-      round_to_operand(p_rounded[j], s[0], j);
       round_to_operand(ds_rounded[j], ds[0], j);
       store_matrices_transposed(STile::part(ds_tile, j, 0), ds_rounded[j]);
     }
     fence_async();
   };
-  if (total > 0) {
+  if (work.total > 0) {
     barrier_wait(k_full, 0);
     shared.q.wait(0);
     multiply_kq(0);
     barrier_wait(v_full, 0);
     differentiate(0);
     for (int i = 0;;) {
-      multiply_po(i);
-      if constexpr (kTight) {
-        multiply_sq(i);
-        wgmma_wait<0>();
-      }
+      if constexpr (!kEarly) multiply_po(i);
       named_sync(1, kComputing);  // dS is there
       multiply_sk(i % DS_STAGES);
-      if constexpr (!kTight) multiply_sq(i);
-      wgmma_wait<kTight ? 0 : 1>();
+      multiply_sq(i);
+      wgmma_wait<1>();
       shared.dout.release(i);
       pass_on_dq(i);
-      if (++i == total) break;
+      if (++i == work.total) break;
       work.step(q0, q_head);
       shared.q.wait(i);
       multiply_kq(i);
