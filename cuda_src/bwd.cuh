@@ -1,7 +1,6 @@
 // What the backward kernels for 16-bit elements share.
 #pragma once
 #include "softmax.cuh"
-#include "work.cuh"
 
 // A warp writes a row of lse_log2 and delta, in which the rows of a head are filled up to a
 // multiple of kMultiple: delta = rowsum(dO * O) - dlse, and lse in base 2.

@@ -98,12 +98,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
 
-  const KeyWork<BLOCK_K, BLOCK_Q> work(p, kTogether);
-  const int head = work.head, batch = work.batch, k0 = work.k0, total = work.total;
+  // kTogether heads at a time: the first tile of each, then the second of each. Under a causal mask
+  // the first keys have the most to do.
+  const int heads = p.heads / p.group, tiles = (p.sk + BLOCK_K - 1) / BLOCK_K;
+  const int before = blockIdx.x / (kTogether * tiles) * kTogether;
+  const int together = min(kTogether, p.batch * heads - before);
+  const int index = blockIdx.x - before * tiles;
+  const int head = (before + index % together) % heads, batch = (before + index % together) / heads;
+  const int tile = index / together, k0 = tile * BLOCK_K;
   const Scores scores(p.scale, p.softcap);
 
+  // Queries that see any of these keys, and those that see all; the same for each head.
+  const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
+  const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
+  const Bounds last = k_bounds(min(k0 + BLOCK_K, p.sk) - 1, p.sq, lo_shift, hi_shift);
+  // From the last tile of queries to the first: under a causal mask blocks of a head begin with the
+  // same, and are a turn apart; in ascending order it would be two.
+  const int q_first = first.lo / BLOCK_Q * BLOCK_Q;
+  const int q_last = last.hi > q_first ? (last.hi - 1) / BLOCK_Q * BLOCK_Q : q_first - BLOCK_Q;
+  const int total = (q_last - q_first + BLOCK_Q) / BLOCK_Q * p.group;
+
   // Of the tile to copy in next:
-  int next_head = head * p.group, next = work.q_last;
+  int next_head = head * p.group, next = q_last;
   auto load = [&](int i) {
     Stage& stage = shared.stages[i % STAGES];
     QTile::load<VECTOR>(shared_address(&stage.q), Slice(p.q, batch, next_head), next, p.sq, p.d);
@@ -118,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
             inside);
     }
     copies_commit();
-    work.step(next, next_head);
+    next -= BLOCK_Q;
+    if (next < q_first) next = q_last, ++next_head;
   };
 
   const KShare k_share;
@@ -139,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     __syncthreads();
     if (total > 1) load(1);
   }
-  for (int i = 0, q0 = work.q_last, q_head = head * p.group; i < total; ++i) {
+  for (int i = 0, q0 = q_last, q_head = head * p.group; i < total; ++i) {
     if constexpr (!kOneBarrier) {
       if constexpr (STAGES == 1) {
         __syncthreads();  // all are done with the tiles before
@@ -155,9 +172,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
     const unsigned p_tile = shared_address(&shared.ds_p[kOneBarrier ? i % 2 : 0][!kInRegisters]);
 
     // The counter is asked early: once it is needed, the answer is there.
-    const bool enters = q0 == work.q_last || (q0 + BLOCK_Q) % TURN == 0;
+    const bool enters = q0 == q_last || (q0 + BLOCK_Q) % TURN == 0;
     const int q_turn = q0 / TURN * TURN, turns = (p.sq + TURN - 1) / TURN;
-    const int turn = work.turn(p, q_turn);
+    const int turn = tile - k_bounds(q_turn, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
     const int counter = ((batch * p.heads + q_head) * turns + q0 / TURN) * kWarps +
                         static_cast<int>(threadIdx.x) / 32;
     const int count = enters && threadIdx.x % 32 == 0 ? load_relaxed(counters + counter) : 0;
@@ -196,8 +213,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
       }
     }
     // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
-    if (q0 < work.last.lo || q0 + BLOCK_Q > work.first.hi || k0 + BLOCK_K > p.sk) {
-      auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
+    if (q0 < last.lo || q0 + BLOCK_Q > first.hi || k0 + BLOCK_K > p.sk) {
+      auto seen = [&](int key) {
+        return key < p.sk ? k_bounds(key, p.sq, lo_shift, hi_shift) : Bounds{0, 0};
+      };
       apply_mask(s, k_share, k0, q0, 0.0f, seen);
       apply_mask(ds, k_share, k0, q0, 0.0f, seen);
     }
@@ -237,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params 
                            columns_of<QTile, WARPS_Q, true>(q_tile, k_share.column));
       }
     }
-    work.step(q0, q_head);
+    q0 -= BLOCK_Q;
+    if (q0 < q_first) q0 = q_last, ++q_head;
   }
   copies_wait();
   __syncthreads();

@@ -9,8 +9,8 @@
 //   warpgroup 1   dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q
 // Both are keys x queries, then keys x columns, and what becomes of the first product, rounded, is
 // the left operand of the second as it lies. Only P goes through shared memory, as float32: thread
-// i of warpgroup 0 writes what thread i of warpgroup 1 reads. The second product of a tile runs
-// beside the exponentials (or dS) of the next.
+// i of warpgroup 0 writes what thread i of warpgroup 1 reads. The exponentials of the one, and dS
+// of the other, run beside the other's products.
 //
 //   thread        waits for          then
 //   copying       q_empty, o_empty   copies, which complete k_full, v_full, q_full, o_full
@@ -138,12 +138,12 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     round_to_operands(rounded, x[0]);
     for (int i = 1; i < total; ++i) {
       work.step(q0, q_head);
-      multiply(i);
       accumulate(i - 1);
+      multiply(i);
       wgmma_wait<1>();
-      elementwise(i);
+      c_ring.release(i - 1);  // early: what is copied there next is needed in the next turn
       wgmma_wait<0>();
-      c_ring.release(i - 1);
+      elementwise(i);
       round_to_operands(rounded, x[0]);
     }
     accumulate(total - 1);
