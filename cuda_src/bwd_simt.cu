@@ -19,7 +19,7 @@ struct Memory : Shared<kMine> {
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 extern "C" __global__ void row_delta(const Params p) {
-  write_delta<Real, Real>(p, [](Real x) { return x; }, [](long long) {});
+  write_delta<Real, Real>(p, [](Real x) { return x; }, [](long long, long long) {});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {

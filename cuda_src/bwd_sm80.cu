@@ -27,7 +27,6 @@
 //   3  as 2, with two buffers for P and dS, and the second barrier alone
 // Options: as fwd_sm80.cu; BLOCK_K, BLOCK_Q, WARPS_K, WARPS_Q; STAGES.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
-#include "delta.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
 
@@ -93,13 +92,7 @@ DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, cons
   dp = s * (dp - delta) * scores.slope(x);
 }
 
-extern "C" __global__ void row_delta(const Params p) {
-  write_delta<float, unsigned short>(p, to_float<Element>, [&](long long row) {
-    // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
-    const float lse = static_cast<const float*>(p.lse)[row];
-    static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-  });
-}
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<Element, 1>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];

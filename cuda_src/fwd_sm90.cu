@@ -22,7 +22,8 @@
 // Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
 #include "hopper.cuh"
 #include "softmax.cuh"
-#include "tile.cuh"
+#include "warpgroup.cuh"
+#include "work.cuh"
 
 constexpr int kGroups = BLOCK_Q / 64;
 constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
@@ -35,36 +36,11 @@ static_assert(kCopyingRegisters + kGroups * kComputingRegisters <=
                   65536 / 128 / (kGroups + 1) / 8 * 8 * (kGroups + 1),
               "else it hangs");
 
-DEVICE constexpr int slabs(int width) { return (width + 63) / 64; }
 using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
 using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
 using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
 
-// A query tile and the key blocks that it sees.
-struct Work {
-  int head, batch, q0, k_begin, blocks;  // q0 < 0: none, the end
-
-  Work() = default;
-  // Heads in sections whose keys and values stay in the L2 cache together; in a section the last
-  // queries of all heads first, which under a causal mask have the most to do.
-  DEVICE Work(const Params& p, int index) {
-    int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, heads = p.heads;
-    asm volatile("" : "+r"(tiles), "+r"(heads));  // else their reciprocals are kept in registers
-    if (index >= p.batch * heads * tiles) {
-      head = batch = k_begin = blocks = 0, q0 = -1;
-      return;
-    }
-    const int first = index / (p.section * tiles) * p.section;
-    const int together = min(p.section, p.batch * heads - first);
-    const int rank = (index - first * tiles) / together;
-    const int flat = first + (index - first * tiles) % together;
-    head = flat % heads, batch = flat / heads;
-    q0 = (tiles - 1 - rank) * BLOCK_Q;
-    k_begin = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift).lo / BLOCK_K;
-    const int k_end = k_bounds(min(q0 + BLOCK_Q, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift).hi;
-    blocks = max(0, (k_end + BLOCK_K - 1) / BLOCK_K - k_begin);
-  }
-};
+using Work = QueryWork<BLOCK_Q, BLOCK_K>;
 
 struct Shared {
   QTile::Storage q[Q_STAGES];
@@ -81,29 +57,6 @@ struct TensorMaps {
   TensorMap q, k, v;
 };
 
-template <class T>
-DEVICE void load(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
-                 int batch) {
-  barrier_expect(barrier, sizeof(typename T::Storage));
-#pragma unroll
-  for (int slab = 0; slab < T::kWidth / 64; ++slab)
-    tensor_load(tile + slab * T::kSlabBytes, map, barrier, slab * 64, row, head, batch);
-}
-
-// Word j of thread i of four becomes word i of thread j.
-DEVICE void transpose_in_quad(unsigned (&words)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const unsigned other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
-      (upper ? words[i] : words[i + step]) = other;
-    }
-  }
-}
-
 // Normalise and write the output, and lse.
 template <int kM>
 DEVICE void store(const Params& p, const Work& work, OnlineSoftmax<kM>& softmax,
@@ -116,26 +69,8 @@ DEVICE void store(const Params& p, const Work& work, OnlineSoftmax<kM>& softmax,
     const float inverse = softmax.finish(0, r, unit, row_lse);
     const int row = work.q0 + fragment_row<1>(0, r);
     if (fragment_column() == 0 && row < p.sq) lse[row] = row_lse;
-#pragma unroll
-    for (int n = 0; n < VALUE_DIM / 8; n += 4) {
-      // A thread of a quad has two columns of each of four groups of eight: all of one it needs.
-      unsigned words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = pack<ELEMENT>(o[0][n + i][2 * r] * inverse, o[0][n + i][2 * r + 1] * inverse);
-      transpose_in_quad(words);
-      const int column = (n + threadIdx.x % 4) * 8;
-      if (row < p.sq && column < p.v_width)
-        store_group<VECTOR>(out, row, column, p.v_width,
-                            make_uint4(words[0], words[1], words[2], words[3]));
-    }
+    store_row<VECTOR>(out, o[0], r, inverse, row, p.sq, p.v_width);
   }
-}
-
-// Of an operand that is summed over its columns: columns 16 i .., in the descriptor's units.
-template <class T>
-DEVICE constexpr int columns_at(int i) {
-  return (i / 4 * T::kSlabBytes + i % 4 * 32) >> 4;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -232,18 +167,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-      wgmma<true>(o[0], probabilities[i], v + i * (16 * 128 >> 4));
+    for (int i = 0; i < BLOCK_K / 16; ++i) wgmma<true>(o[0], probabilities[i], v + rows_at(i));
     wgmma_commit();
   };
-  auto round = [&] {
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-        probabilities[i][r] =
-            pack<ELEMENT>(s[0][2 * i + r / 2][r % 2 * 2], s[0][2 * i + r / 2][r % 2 * 2 + 1]);
-  };
+  auto round = [&] { round_to_operands(probabilities, s[0]); };
 
   int wary = 0;  // key blocks for which maxima are looked for
   if (threadIdx.x % 128 == 0) shared.patience[group] = 8;

@@ -70,6 +70,58 @@ DEVICE void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// --- copies of so many bytes in a row, as tensor copies are made; multiples of 16, as addresses
+
+DEVICE void bulk_load(unsigned to, const void* from, unsigned barrier, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// Adds floats to those in global memory, in L2, and is a group of its own.
+DEVICE void bulk_add(float* to, unsigned from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+// Until all of this thread's groups have read what they add, and until it is added.
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Between this thread's loads and stores and what copies and products (wgmma) do to the same
+// memory.
+DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// --- registers to shared memory and back, and from global memory
+
+// Four 8 x 8 matrices of 16-bit elements, each transposed: lane i gives the address of column i % 8
+// of matrix i / 8. The opposite of load_matrices_transposed.
+DEVICE void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+DEVICE void store_shared16(unsigned address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+DEVICE void load_shared16(float (&x)[4], unsigned address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+}
+DEVICE void load_16(float (&x)[4], const float* from) {
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "l"(from));
+}
+
 // --- registers of a warpgroup
 
 template <int kRegisters>
@@ -143,18 +195,19 @@ DEVICE void wgmma_wait() {
 #define C_256 C_240, C_AT(30), C_AT(31)
 
 // With a in shared memory, and with a in registers; i .. n number the operands after those of c.
-// TransposedB: the summed index counts rows of b.
+// Transposed: the summed index counts rows of the operand in memory.
 #define WGMMA(N, i, j, k, l, m, n)                                                               \
-  template <bool kTransposedB>                                                                   \
+  template <bool kTransposedB, bool kTransposedA = false>                                        \
   DEVICE void wgmma(float (&c)[N / 8][4], unsigned a, unsigned b, bool add) {                    \
     asm volatile("{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, %" #k                       \
                  ", 0; "                                                                         \
                  "mov.b64 a, {%" #i ", " UPPER "}; mov.b64 b, {%" #j ", " UPPER                  \
                  "}; "                                                                           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES(ELEMENT) " {" NAMES_##N \
-                 "}, a, b, add, 1, 1, 0, %" #l "; }"                                             \
+                 "}, a, b, add, 1, 1, %" #m ", %" #l "; }"                                       \
                  : C_##N                                                                         \
-                 : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(kTransposedB));               \
+                 : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(kTransposedB),                \
+                   "n"(kTransposedA));                                                           \
   }                                                                                              \
   template <bool kTransposedB>                                                                   \
   DEVICE void wgmma(float (&c)[N / 8][4], const unsigned (&a)[4], unsigned b) {                  \

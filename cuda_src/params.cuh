@@ -12,9 +12,11 @@ struct Array {
 
 struct Params {
   Array q, k, v, out, dout, dq, dk, dv;  // a forward launch has no use for the last four
-  void *lse, *dlse, *lse_log2, *delta;   // (batch, heads, sq), contiguous; dlse may be null
-  float* dq_sum;                         // of bwd_sm80: dQ in tiles
-  int* counters;  // from 0; bwd_sm80: turns taken at dq_sum; fwd_sm90: tiles given out, or null
+  // (batch, heads, sq), contiguous; dlse may be null. On Hopper the last two have rows for whole
+  // tiles of queries.
+  void *lse, *dlse, *lse_log2, *delta;
+  float* dq_sum;  // of bwd_sm80 and bwd_sm90: dQ in tiles
+  int* counters;  // from 0; backward: turns taken at dq_sum; fwd_sm90: tiles given out, or null
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time
@@ -23,9 +25,11 @@ struct Params {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");
 
-// Where the numbers of a head's queries begin in lse, delta and their kin.
-DEVICE long long first_row(const Params& p, int batch, int head) {
-  return (static_cast<long long>(batch) * p.heads + head) * p.sq;
+// Where the numbers of a head's queries begin in lse, delta and their kin: of so many, filled up to
+// a multiple.
+DEVICE int filled_up(int rows, int multiple) { return (rows + multiple - 1) / multiple * multiple; }
+DEVICE long long first_row(const Params& p, int batch, int head, int multiple = 1) {
+  return (static_cast<long long>(batch) * p.heads + head) * filled_up(p.sq, multiple);
 }
 
 // One head of an array. The strides stay in the launch's parameters and take no registers.

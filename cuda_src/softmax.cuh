@@ -3,6 +3,7 @@
 // exponents.
 #pragma once
 #include "common.cuh"
+#include "delta.cuh"
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLn2 = 0.693147180559945309f;
@@ -193,3 +194,15 @@ struct OnlineSoftmax {
     return total == 0 ? 0.0f : 1.0f / total;
   }
 };
+
+// What the backward passes begin with: delta, and lse in base 2. Rows of a head are filled up to a
+// multiple of kMultiple, and those get P = 0.
+template <class Element, int kMultiple>
+DEVICE void write_row_delta(const Params& p) {
+  write_delta<float, unsigned short, kMultiple>(
+      p, to_float<Element>, [&](long long row, long long at) {
+        // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
+        const float lse = at < 0 ? -kInfinity : static_cast<const float*>(p.lse)[at];
+        static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
+      });
+}

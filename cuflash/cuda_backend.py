@@ -48,12 +48,38 @@ class HopperTiles(NamedTuple):
     streamed: int
 
 
+class HopperBackward(NamedTuple):
+    """Of a backward pass on Hopper, where 128 keys stay with a block: queries that stream past."""
+
+    streamed: int
+    ds_stages: int = 2  # buffers for dS
+    turn: int = 1  # tiles of queries before the next block's turn at dQ
+    together: int = 32  # heads that are worked on at a time
+    deterministic: bool = True  # blocks take turns at dQ
+
+
+class HopperTwoPass(NamedTuple):
+    """The same where dK and dV are too wide for that: two passes, of seven products.
+
+    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past 128
+    queries in the pass for dQ.
+    """
+
+    streamed: int
+    keys: int
+    p_stages: int = 2  # buffers for P between the warpgroups
+    together: int = 8  # heads that are worked on at a time
+
+
+OnHopper = HopperBackward | HopperTwoPass
+
+
 @dataclass(frozen=True)
 class Config:
     """Tiles of the forward and of the backward kernel."""
 
     forward: Tiles | HopperTiles
-    backward: Tiles
+    backward: Tiles | OnHopper
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
@@ -73,6 +99,13 @@ FORWARD_HOPPER = {
     128: HopperTiles(128, 128),  # 742, cuDNN 681; 96 keys at a time were 15 % slower
     192: HopperTiles(128, 80),
     256: HopperTiles(128, 64),  # 819, cuDNN 736; 785 with 80
+}
+# The same with S = 8192, full / causal.
+BACKWARD_HOPPER: dict[int, OnHopper] = {
+    64: HopperBackward(128, 2),  # 305 / 386, cuDNN 459 / 403; 300 / 381 with one buffer for dS
+    128: HopperBackward(80, 2),  # 375 / 418, cuDNN 561 / 494; 348 / 370 with 64 queries
+    192: HopperTwoPass(80, 64),  # 452 / 447, cuDNN 343 / 327; 436 / 430 with 64 queries
+    256: HopperTwoPass(64, 48),  # 443 / 431, cuDNN 340 / 391; 409 / 417 with 32 keys
 }
 _BACKWARD_16 = {
     64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
@@ -161,8 +194,14 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
 
 
 @functools.lru_cache(4096)
-def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[Variant, int]]:
+def backward_steps(
+    problem: Problem, tiles: Tiles | OnHopper, vector: bool
+) -> list[tuple[Variant, int]]:
     """What a backward pass launches: kernels, and of how many blocks."""
+    if isinstance(tiles, HopperBackward):
+        return _sm90_steps(problem, tiles, vector)
+    if isinstance(tiles, HopperTwoPass):
+        return _sm90_two_pass_steps(problem, tiles, vector)
     steps = _simt_steps if problem.dtype in REALS else _sm80_steps
     return steps(problem, tiles, vector)
 
@@ -213,6 +252,76 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
         (store_dq, heads * -(-problem.sq // queries)),
     ]
+
+
+def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    keys, queries = 128, tiles.streamed
+    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
+    if queries != 128:
+        d = max(d, 96)  # two slabs
+    shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
+    ds_and_dq = tiles.ds_stages * _slab_bytes(queries, keys), 4 * queries * _dq_width(d, tiles)
+    shared += sum(ds_and_dq) + KIB  # which tiles, and barriers
+    macros = {
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "BLOCK_Q": queries,
+        "DS_STAGES": tiles.ds_stages,
+        "TURN": tiles.turn * queries,
+        "DETERMINISTIC": int(tiles.deterministic),
+    }
+
+    def step(entry):
+        all_tiles = Tiles(keys, queries, warps=12)
+        return _16_bit_variant("bwd_sm90", entry, problem, all_tiles, vector, macros, shared)
+
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    q_tiles = heads * -(-problem.sq // queries)
+    staged = 0 if queries in (64, 128) else _slab_bytes(queries, d)
+    return [
+        (step("row_delta"), -(-stats_rows(problem, tiles) // 8)),
+        (step("bwd_sm90"), heads_kv * -(-problem.sk // keys)),
+        (step("store_dq")._replace(threads=256, shared_bytes=staged), q_tiles),
+    ]
+
+
+def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
+    queries, keys = tiles.streamed, tiles.keys  # of the passes for dK and dV, and for dQ
+
+    def step(file, entry, macros, shared):
+        all_tiles = Tiles(64, queries, warps=12)
+        return _16_bit_variant(file, entry, problem, all_tiles, vector, macros, shared)
+
+    shared = _slab_bytes(64, d) + _slab_bytes(64, dv) + _rings_bytes(queries, d, dv)
+    shared += tiles.p_stages * 4 * queries * 64 + KIB
+    of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages}, shared
+    shared = sum(_slab_bytes(128 + 2 * keys, width) for width in (d, dv)) + KIB
+    of_q = {"BLOCK_K": keys, "STATS_ROWS": queries}, shared
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    return [
+        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
+        (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
+        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // 128)),
+    ]
+
+
+def _slab_bytes(rows: int, width: int) -> int:
+    """Of a tile as a tensor copy writes it."""
+    return 2 * rows * _rounded_up(width, 64)
+
+
+def _rings_bytes(queries: int, d: int, dv: int) -> int:
+    """Of two struct Ring: two tiles of q or dout, with a number of each row, and barriers."""
+    return sum(
+        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries + 4 * 8, KIB)
+        for width in (d, dv)
+    )
+
+
+def _dq_width(width: int, tiles: HopperBackward) -> int:
+    """Of dQ in float32: two warpgroups share 128 queries, and of fewer queries two slabs."""
+    return _rounded_up(width, 32 if tiles.streamed == 128 else 128)
 
 
 def _backward_width(width: int, tiles: Tiles) -> int:
@@ -310,11 +419,10 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
     if capability == 90 and problem.dtype in ELEMENTS:
-        forward = next(t for w, t in FORWARD_HOPPER.items() if w >= width)
-    else:
-        forward = first(FORWARD, forward_bytes, forward_limit)
+        row = next(w for w in FORWARD_HOPPER if w >= width)
+        return Config(FORWARD_HOPPER[row], BACKWARD_HOPPER[row])
     return Config(
-        forward,
+        first(FORWARD, forward_bytes, forward_limit),
         first(BACKWARD, backward_bytes, shared_limit),
     )
 
@@ -387,7 +495,7 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         lse.fill(-cupy.inf)
         return
     pointers, layout = _described([q, k, v, out])
-    if not _fit_for_tensor_maps(*layout):
+    if not _fit_for_tensor_maps(layout[0][:3], layout[1]):
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
@@ -397,7 +505,8 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
     if not _uniform(problem):
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
-    maps = _tensor_maps(problem, tiles, layout[0][:3], *pointers[:3])
+    boxes = tiles.resident, tiles.streamed, tiles.streamed
+    maps = (_tensor_maps(problem, boxes, layout[0][:3], tuple(pointers[:3])),)
     rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, maps)
 
@@ -409,9 +518,8 @@ def _uniform(problem: Problem) -> bool:
 
 @functools.lru_cache(4096)
 def _fit_for_tensor_maps(strides: tuple, aligned: bool) -> bool:
-    """Whether tensor maps of q, k and v are possible; `strides` are those of q, k, v and out."""
-    inputs = strides[:3]
-    return aligned and _rows_of_groups(2, inputs) and all(min(array) >= 0 for array in inputs)
+    """Whether tensor maps of arrays with these strides are possible."""
+    return aligned and _rows_of_groups(2, strides) and all(min(array) >= 0 for array in strides)
 
 
 def _aligned_copy(x: Any) -> Any:
@@ -425,32 +533,28 @@ def _aligned_copy(x: Any) -> Any:
 
 
 @functools.lru_cache(1024)
-def _tensor_maps(problem: Problem, tiles: HopperTiles, strides, q: int, k: int, v: int) -> Any:
-    """The three CUtensorMap of q, k and v, one after the other, as fwd_sm90.cu takes them.
+def _tensor_maps(p: Problem, rows: tuple[int, ...], strides: tuple, pointers: tuple) -> Any:
+    """The CUtensorMap of q, k and v, and of dout if it is there, in a row, as kernels take them.
 
-    Boxes are 64 columns wide, of 128 bytes, and swizzled; what lies outside of an array is 0.
-    Source: CUDA driver API, cuTensorMapEncodeTiled.
+    Boxes are 64 columns wide, of 128 bytes, swizzled, and of so many rows; what lies outside of an
+    array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
-    p = problem
     encode = _driver().cuTensorMapEncodeTiled
-    memory = ctypes.create_string_buffer(64 + 3 * 128)
+    memory = ctypes.create_string_buffer(64 + len(rows) * 128)
     start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
-    maps = (
-        (q, p.heads, p.sq, p.d, tiles.resident),
-        (k, p.heads_kv, p.sk, p.d, tiles.streamed),
-        (v, p.heads_kv, p.sk, p.dv, tiles.streamed),
-    )
+    of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
+    sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads)
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
-    for i, (pointer, heads, length, width, rows) in enumerate(maps):
+    for i, pointer in enumerate(pointers):
         batch_stride, head_stride, row_stride, _ = strides[i]
         error = encode(
             ctypes.c_void_p(start + 128 * i),
             float16 if p.dtype == "float16" else bfloat16,
             4,
             ctypes.c_void_p(pointer),
-            (ctypes.c_uint64 * 4)(width, length, heads, p.batch),
+            (ctypes.c_uint64 * 4)(*sizes[i], p.batch),
             (ctypes.c_uint64 * 3)(row_stride, head_stride, batch_stride),
-            (ctypes.c_uint32 * 4)(64, rows, 1, 1),
+            (ctypes.c_uint32 * 4)(64, rows[i], 1, 1),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             interleave_none,
             swizzle_128,
@@ -471,26 +575,56 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
+    tiles, maps = config.backward, ()
+    if isinstance(tiles, OnHopper) and not q.size * k.size:
+        for grad in (dq, dk, dv):  # there is no tensor map of an empty array
+            grad.fill(0)
+        return
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
-    lse_log2_and_delta = cupy.ndarray((2, *lse.shape), problem.compute)
-    lse_log2 = lse_log2_and_delta.data.ptr
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    plan = _backward_plan(q.data.device_id, problem, config.backward, *layout)
-    rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr, lse_log2, lse_log2 + lse.nbytes]
-    if problem.dtype in ELEMENTS:
-        sums, turns = sums_and_turns(problem, config.backward)
+    if isinstance(tiles, OnHopper):
+        mapped = [q, k, v, dout]
+        if not _fit_for_tensor_maps(*_described(mapped)[1]):
+            q, k, v, dout = mapped = [_aligned_copy(x) for x in mapped]
+            pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
+        starts, (strides, _) = _described(mapped)
+        maps = tuple(
+            _tensor_maps(problem, boxes, strides, tuple(starts)) for boxes in backward_boxes(tiles)
+        )
+    stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
+    plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
+    rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
+    rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
+    if problem.dtype in ELEMENTS and not isinstance(tiles, HopperTwoPass):
+        sums, turns = sums_and_turns(problem, tiles)
         zeros = cupy.ndarray(sums + turns, cupy.float32)
         zeros.data.memset_async(0, zeros.nbytes)
         rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums]
-    _launch(plan, pointers, rows)
+    _launch(plan, pointers, rows, maps)
 
 
-def sums_and_turns(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+def backward_boxes(tiles: OnHopper) -> list[tuple[int, ...]]:
+    """For each kernel that copies by tensor maps: rows of a copy of q, k, v and dout."""
+    if isinstance(tiles, HopperBackward):
+        return [(tiles.streamed, 128, 128, tiles.streamed)]
+    return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
+
+
+def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
+    """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
+    queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
+    return p.batch * p.heads * _rounded_up(p.sq, queries)
+
+
+def sums_and_turns(problem: Problem, tiles: Tiles | HopperBackward) -> tuple[int, int]:
     """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
     q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
-    width = _backward_width(problem.d, tiles)
-    return q_tiles * tiles.streamed * width, q_tiles * tiles.warps  # a turn is a tile or more
+    if isinstance(tiles, HopperBackward):
+        width, counters = _dq_width(problem.d, tiles), 2
+    else:
+        width, counters = _backward_width(problem.d, tiles), tiles.warps
+    return q_tiles * tiles.streamed * width, q_tiles * counters  # a turn is a tile or more
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
@@ -504,7 +638,8 @@ class Plan(NamedTuple):
     """What launches need: Params but for the pointers, as 8-byte words; and the launches."""
 
     template: array.array
-    launches: list[tuple[Any, tuple, tuple, int]]  # kernel, grid, block, shared memory
+    # Kernel, grid, block, shared memory, and whether it takes tensor maps.
+    launches: list[tuple[Any, tuple, tuple, int, bool]]
 
 
 @functools.lru_cache(4096)
@@ -516,14 +651,17 @@ def _forward_plan(
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
     variants = [(forward_variant(problem, tiles, vector), blocks)]
-    return Plan(_template(problem, strides), _loaded(device, variants))
+    return Plan(_template(problem, strides, _section(problem)), _loaded(device, variants))
 
 
 @functools.lru_cache(4096)
-def _backward_plan(device, problem: Problem, tiles: Tiles, strides, aligned: bool) -> Plan:
+def _backward_plan(
+    device, problem: Problem, tiles: Tiles | OnHopper, strides, aligned: bool
+) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
-    return Plan(_template(problem, strides), _loaded(device, steps))
+    section = tiles.together if isinstance(tiles, OnHopper) else 0
+    return Plan(_template(problem, strides, section), _loaded(device, steps))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
@@ -562,20 +700,20 @@ def _turns(p: Problem) -> tuple[int, int]:
     return 6 if few or p.d > 128 else 7, int(few)
 
 
-def _template(p: Problem, strides: tuple) -> array.array:
+def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (46 - len(words))
-    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band
-    packed = PARAMS.pack(*words, *sizes, _section(p), *_turns(p), p.scale, p.softcap or 0.0)
+    sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
+    packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)
 
 
 def _loaded(
     device: int, variants: list[tuple[Variant, int]]
-) -> list[tuple[Any, tuple, tuple, int]]:
+) -> list[tuple[Any, tuple, tuple, int, bool]]:
     # The function behind a RawKernel, which itself looks for the device at every launch.
     return [
-        (_kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes)
+        (_kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes, "sm90" in v.entry)
         for v, blocks in variants
         if blocks
     ]
@@ -598,15 +736,16 @@ def _by_address() -> Any:
     return CPointer
 
 
-def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: Any = None) -> None:
+def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: tuple = ()) -> None:
+    """`maps`: of the kernels that take tensor maps, in their order."""
     params = plan.template[:]
     for i, pointer in enumerate(pointers):
         params[5 * i] = pointer
     for i, pointer in enumerate(rows, 40):
         params[i] = pointer
     by_address = _by_address()
-    args: tuple[Any, ...] = (by_address(params.buffer_info()[0]),)
-    if maps is not None:
-        args += (by_address(maps[1]),)
-    for kernel, grid, block, shared_bytes in plan.launches:
-        kernel(grid, block, args, shared_bytes)
+    args = (by_address(params.buffer_info()[0]),)
+    left = iter(maps)
+    for kernel, grid, block, shared_bytes, mapped in plan.launches:
+        more = (by_address(next(left)[1]),) if mapped else ()
+        kernel(grid, block, args + more, shared_bytes)

@@ -16,9 +16,11 @@ import numpy as np
 from cuflash import (
     attention_reference,
     attention_reference_grad,
+    cuda_backend,
     flash_attention,
     flash_attention_grad,
 )
+from cuflash.problem import Problem
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -258,6 +260,19 @@ class Run:
         q, k, v = map(host, (self.q, self.k, self.v))
         ones = np.ones((*q.shape[:-1], v.shape[-1]), q.dtype)
         return peak(attention_reference_grad(ones, q, k, v, **self.options).dv)
+
+
+def on_hopper() -> bool:
+    """Whether the current device has kernels of its own for 16-bit dtypes."""
+    import cupy
+
+    return cupy.cuda.Device().compute_capability == "90"
+
+
+def portable_config(dtype: str, d: int, dv: int | None = None) -> cuda_backend.Config:
+    """The tiles of a GPU of compute capability 8.0, for `config=` on Hopper."""
+    problem = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, dv or d, 1.0)
+    return cuda_backend.config_for(problem, 80, 163 * 1024)
 
 
 def normal(xp, *shape, dtype="float32", seed=0, scale=1.0):

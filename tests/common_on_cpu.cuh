@@ -7,6 +7,9 @@ struct BFloat16 {};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(8) float2 {
+  float x, y;
+};
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 inline unsigned bits_of(float x) { return __builtin_bit_cast(unsigned, x); }

@@ -89,6 +89,36 @@ inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int
   change(barrier, 0, -map.rows * 128);
 }
 
+// --- copies of bytes in a row
+
+inline void bulk_load(unsigned to, const void* from, unsigned barrier, int bytes) {
+  std::memcpy(memory + to, from, bytes);
+  change(barrier, 0, -bytes);
+}
+inline void bulk_add(float* to, unsigned from, int bytes) {
+  for (int i = 0; i < bytes / 4; ++i) to[i] += shared<float>(from + 4 * i);
+}
+inline void bulk_wait_read() {}
+inline void bulk_wait() {}
+inline void fence_async() {}
+
+// --- registers to shared memory and back, and from global memory
+
+inline void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) {
+  const int lane = threadIdx.x % 32;
+  with_lanes(address, [&](unsigned* columns) {
+    for (int m = 0; m < 4; ++m)
+      for (int e = 0; e < 2; ++e)
+        shared<unsigned short>(columns[8 * m + lane % 4 * 2 + e] + lane / 4 * 2) = r[m] >> e * 16;
+    return 0;
+  });
+}
+inline void store_shared16(unsigned address, const float (&x)[4]) {
+  std::memcpy(memory + address, x, 16);
+}
+inline void load_shared16(float (&x)[4], unsigned address) { std::memcpy(x, memory + address, 16); }
+inline void load_16(float (&x)[4], const float* from) { std::memcpy(x, from, 16); }
+
 // --- registers and products of a warpgroup
 
 template <int kRegisters>
@@ -125,11 +155,12 @@ void product(float (&c)[kN][4], A a, unsigned b) {
                    (kTransposedB ? transposed_element_of(b, column, k) : element_of(b, column, k));
     }
 }
-template <bool kTransposedB, int kN>
+template <bool kTransposedB, bool kTransposedA = false, int kN>
 void wgmma(float (&c)[kN][4], unsigned a, unsigned b, bool add) {
   if (!add) std::memset(c, 0, sizeof(c));
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  product<kTransposedB>(c, [&](int half, int k) { return element_of(a, row + 8 * half, k); }, b);
+  auto element = kTransposedA ? transposed_element_of : element_of;
+  product<kTransposedB>(c, [&](int half, int k) { return element(a, row + 8 * half, k); }, b);
 }
 template <bool kTransposedB, int kN>
 void wgmma(float (&c)[kN][4], const unsigned (&a)[4], unsigned b) {

@@ -5,7 +5,7 @@ Each array has its own allocation, so that a step beyond it is one that memcheck
 
 from __future__ import annotations
 
-from cases import Run, case
+from cases import Run, case, on_hopper, portable_config
 
 CASES = [
     case(70, 150, d=64, dv=64, dtype="bfloat16", layout="contiguous", causal=True),
@@ -23,8 +23,10 @@ if __name__ == "__main__":
     cupy.cuda.set_allocator(None)
     for c in CASES:
         run = Run(c, cupy)
-        out, lse = run.forward(backend="cuda")
-        grads = run.backward(out, lse, backend="cuda")
-        cupy.cuda.Device().synchronize()
-        assert c.sq == 0 or all(bool(cupy.isfinite(g.astype("float32")).all()) for g in grads)
-        print(c, flush=True)
+        configs = [None, portable_config(c.dtype, c.d, c.dv)] if on_hopper() else [None]
+        for config in configs:
+            out, lse = run.forward(backend="cuda", config=config)
+            grads = run.backward(out, lse, backend="cuda", config=config)
+            cupy.cuda.Device().synchronize()
+            assert c.sq == 0 or all(bool(cupy.isfinite(g.astype("float32")).all()) for g in grads)
+            print(c, config, flush=True)

@@ -22,8 +22,10 @@ ARCHITECTURES = {
 #: Bytes that may be spilled: a few loop-invariant values where 255 registers are all in use. The
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
 #: fwd_sm90: of the copying thread, which at d = 64 has 32 registers; the others spill nothing.
+#: bwd_sm90: once at the end, with a softcap and results of any strides at d = 128.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 20,
+    "bwd_sm90": 8, "bwd_sm90_kv": 0, "bwd_sm90_q": 0,
 }  # fmt: skip
 
 
@@ -31,8 +33,8 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     """Every variant of the tile tables that a device of this architecture may choose."""
     limit = ARCHITECTURES[arch] * KIB
 
-    def problem(width):
-        return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0)
+    def problem(width, softcap=None):
+        return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0, softcap=softcap)
 
     forward = [
         cuda_backend.forward_variant(problem(width), tiles, True)
@@ -50,6 +52,12 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
         for width, table in cuda_backend.BACKWARD[dtype].items()
         for tiles in table
     ]
+    if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
+        backward += [
+            [v for v, _ in cuda_backend.backward_steps(problem(width, softcap), tiles, vector)[1:]]
+            for width, tiles in cuda_backend.BACKWARD_HOPPER.items()
+            for softcap, vector in ((None, True), (2.0, False))
+        ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [
         v for steps in backward if max(v.shared_bytes for v in steps) <= limit for v in steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import ALL, DTYPES, Run, case, host, normal, peak
+from cases import ALL, DTYPES, Run, case, host, normal, on_hopper, peak, portable_config
 
 import cuflash
 from cuflash import cuda_backend, flash_attention, flash_attention_grad
@@ -28,15 +28,22 @@ def configs():
                 tiles = (rows[min(i, len(rows) - 1)] for rows in lists)
                 yield dtype, width, cuda_backend.Config(*tiles)
     for width, tiles in cuda_backend.FORWARD_HOPPER.items():
-        rows = next(rows for w, rows in cuda_backend.BACKWARD["float16"].items() if w >= width)
-        yield "float16", width, cuda_backend.Config(tiles, rows[-1])
+        for dtype in cuda_backend.ELEMENTS:
+            yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
 
 
 def needs_hopper():
-    import cupy
-
-    if cupy.cuda.Device().compute_capability != "90":
+    if not on_hopper():
         pytest.skip("needs compute capability 9.0")
+
+
+@pytest.fixture(params=["default", "portable"])
+def tiles_for(request):
+    """A function of dtype and width: on Hopper the tiles that it has by default, then others'."""
+    if request.param == "default":
+        return lambda dtype, d: None
+    needs_hopper()
+    return portable_config
 
 
 @pytest.mark.parametrize(("dtype", "width", "config"), list(configs()))
@@ -53,15 +60,34 @@ def test_every_row_of_the_tables_is_right(dtype, width, config):
 
 
 @pytest.mark.parametrize("case", [c for c in ALL if c.dtype in cuda_backend.ELEMENTS], ids=str)
-def test_the_portable_forward_on_hopper(case):
-    # Where the kernel for Hopper is the default, and the other cases run through that one.
+def test_the_portable_kernels_on_hopper(case):
+    # Where those for Hopper are the default, and the other cases run through them.
     import cupy
 
     needs_hopper()
     run = Run(case, cupy)
-    p = Problem("cuda", case.dtype, 1, 1, 1, 9, 9, case.d, case.dv, 1.0)
-    out, lse = run.forward(backend="cuda", config=cuda_backend.config_for(p, 80, 163 * 1024))
+    options = {"backend": "cuda", "config": portable_config(case.dtype, case.d, case.dv)}
+    out, lse = run.forward(**options)
     run.check_forward(out, lse)
+    run.check_backward(run.backward(out, lse, **options))
+
+
+@pytest.mark.parametrize(("n", "batch", "heads"), [(1100, 2, 24), (6000, 1, 2)])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_repeat_fifty_times(causal, d, n, batch, heads, tiles_for):
+    # Blocks that wait for their turns at dQ: with many heads some begin late, with few all wait.
+    import cupy
+
+    run = Run(case(n, n, d=d, dv=d, batch=batch, heads=heads, heads_kv=heads // 2,
+                   dtype="bfloat16", layout="contiguous", causal=causal), cupy)  # fmt: skip
+    options = {"backend": "cuda", "config": tiles_for("bfloat16", d)}
+    out, lse = run.forward(**options)
+    first = run.backward(out, lse, **options)
+    for _ in range(50):
+        cupy.full(1 << 20, cupy.nan, "float32")
+        again = run.backward(out, lse, **options)
+        assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,44 +108,50 @@ def test_a_head_has_the_same_bits_whatever_else_is_computed(scale, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 15, 63, 64, 65, 127, 129, 193, 1025])
-def test_lengths_around_tiles_repeat_bitwise(n, dtype):
+def test_lengths_around_tiles_repeat_bitwise(n, dtype, tiles_for):
     import cupy
 
     run = Run(case(n, n, d=32, dv=32, batch=1, heads=3, heads_kv=3, dtype=dtype), cupy)
-    first, lse = run.forward(backend="cuda")
+    options = {"backend": "cuda", "config": tiles_for(dtype, 32)}
+    first, lse = run.forward(**options)
     run.check_forward(first, lse)
-    grads = run.backward(first, lse, backend="cuda")
+    grads = run.backward(first, lse, **options)
     for _ in range(20):
         cupy.full(1 << 20, cupy.nan, "float32")
-        out, lse = run.forward(backend="cuda")
+        out, lse = run.forward(**options)
         assert bool((out == first).all())
-        again = run.backward(out, lse, backend="cuda")
+        again = run.backward(out, lse, **options)
         assert all(bool((a == b).all()) for a, b in zip(grads, again, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(70000, 1, 16, 32), (1, 70000, 16, 32)], ids=str)
-def test_more_batch_entries_or_heads_than_a_grid_axis_holds(shape):
+@pytest.mark.parametrize(("n", "d"), [(16, 32), (2, 192)])
+@pytest.mark.parametrize("batch_heads", [(70000, 1), (1, 70000)], ids=str)
+def test_more_batch_entries_or_heads_than_a_grid_axis_holds(batch_heads, n, d, tiles_for):
     import cupy
 
-    q, k, v = (normal(cupy, *shape, dtype="float16", seed=i) for i in range(3))
-    out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
-    grads = flash_attention_grad(out, q, k, v, out, lse, backend="cuda")
+    options = {"backend": "cuda", "config": tiles_for("float16", d)}
+    q, k, v = (normal(cupy, *batch_heads, n, d, dtype="float16", seed=i) for i in range(3))
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    grads = flash_attention_grad(out, q, k, v, out, lse, **options)
     some = np.s_[69990:]
-    parts = [x.reshape(70000, 16, 32)[some] for x in (q, k, v, out)]
-    want, want_lse = flash_attention(*parts[:3], return_lse=True, backend="cuda")
+    parts = [x.reshape(70000, n, d)[some] for x in (q, k, v, out)]
+    want, want_lse = flash_attention(*parts[:3], return_lse=True, **options)
     assert bool((parts[3] == want).all())
-    wanted = flash_attention_grad(want, *parts[:3], want, want_lse, backend="cuda")
+    wanted = flash_attention_grad(want, *parts[:3], want, want_lse, **options)
     for got, want in zip(grads, wanted, strict=True):
-        assert bool((got.reshape(70000, 16, 32)[some] == want).all())
+        assert bool((got.reshape(70000, n, d)[some] == want).all())
 
 
-def test_extra_memory():
-    # Forward: lse. Backward: lse in base 2, delta and dQ in float32; nothing of size S x S.
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_extra_memory(d, tiles_for):
+    # Forward: lse. Backward: lse in base 2, delta, and at most dQ in float32; nothing of size
+    # S x S.
     import cupy
 
-    s, d = 32768, 64
+    s = 32768
     q = normal(cupy, 1, 2, s, d, dtype="float16")
     rows, matrix = 2 * s * 4, 2 * s * d * 2
+    config = tiles_for("float16", d)
     cuflash.warmup("float16", d)
 
     def peak_bytes(f):
@@ -129,20 +161,21 @@ def test_extra_memory():
         return pool.total_bytes()
 
     slack = 1 << 16  # the pool rounds up
-    assert peak_bytes(lambda: flash_attention(q, q, q)) <= matrix + rows + slack
+    assert peak_bytes(lambda: flash_attention(q, q, q, config=config)) <= matrix + rows + slack
     out, lse = flash_attention(q, q, q, return_lse=True)
-    grad = peak_bytes(lambda: flash_attention_grad(q, q, q, q, out, lse))
+    grad = peak_bytes(lambda: flash_attention_grad(q, q, q, q, out, lse, config=config))
     assert grad <= 3 * matrix + 2 * rows + 2 * matrix + slack
 
 
+@pytest.mark.parametrize("d", [64, 192])
 @pytest.mark.parametrize("causal", [False, True])
-def test_graph_capture(causal):
+def test_graph_capture(causal, d, tiles_for):
     import cupy
 
-    q, k, v = (normal(cupy, 1, 4, 300, 64, dtype="float16", seed=i) for i in range(3))
+    q, k, v = (normal(cupy, 1, 4, 300, d, dtype="float16", seed=i) for i in range(3))
 
     def call():
-        options = {"causal": causal, "backend": "cuda"}
+        options = {"causal": causal, "backend": "cuda", "config": tiles_for("float16", d)}
         out, lse = flash_attention(q, k, v, return_lse=True, **options)
         return (out, lse, *flash_attention_grad(out, q, k, v, out, lse, **options))
 
@@ -174,10 +207,17 @@ def test_out_of_memory_leaves_everything_as_it_was():
     assert bool((flash_attention(q, q, q) == want).all())
 
 
-def test_resources():
-    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, 64, 64, 1.0)
+@pytest.mark.parametrize("d", [64, 256])
+def test_resources(d):
+    p = Problem("cuda", "float16", 1, 1, 1, 9, 9, d, d, 1.0)
     entries, threads, registers, local, shared = zip(*cuda_backend.resources(p), strict=True)
-    assert entries[0].startswith("fwd_sm") and entries[1:] == ("row_delta", "bwd_sm80", "store_dq")
+    hopper = {
+        64: ("fwd_sm90", "row_delta", "bwd_sm90", "store_dq"),
+        256: ("fwd_sm90", "row_delta", "bwd_sm90_kv", "bwd_sm90_q"),
+    }
+    assert entries == (
+        hopper[d] if on_hopper() else ("fwd_sm80", "row_delta", "bwd_sm80", "store_dq")
+    )
     assert all(32 <= t <= 1024 for t in threads) and all(16 <= r <= 255 for r in registers)
     assert max(local) <= 64 and max(shared) <= 227 * 1024
 

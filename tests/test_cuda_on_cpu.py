@@ -18,7 +18,7 @@ import pytest
 from cases import Run, case, dtype_of, normal
 
 from cuflash import _compile, api, cuda_backend
-from cuflash.cuda_backend import Config, HopperTiles, Tiles
+from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, HopperTwoPass, Tiles
 
 HERE = Path(__file__).parent
 
@@ -47,7 +47,7 @@ def compiled(compiler, variant):
         source = _compile._inlined(variant.file, set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "", source)
     program = folder / f"{abs(hash(variant))}.cpp"
-    maps = ("const TensorMaps* maps", "*maps") if variant.entry == "fwd_sm90" else ()
+    maps = ("const TensorMaps* maps", "*maps") if "sm90" in variant.entry else ()
     parameters = ", ".join(("int grid, int block, const Params* params", *maps[:1]))
     arguments = ", ".join((variant.entry, "grid, block, *params", *maps[1:]))
     program.write_text(
@@ -141,17 +141,35 @@ def test_kernels(case, tiles, on_cpu):
     q, k, v = run.q, run.k, run.v
     problem, config, out, lse = forward(on_cpu, tiles, q, k, v, **run.options)
     run.check_forward(out, lse)
-    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (q, k, v))
-    lse_log2, delta = np.full((2, *lse.shape), np.nan, problem.compute)
-    operands = [Device(x) for x in (q, k, v, out, run.dout, dq, dk, dv)]
-    pointers, layout = on_cpu._described(operands)
-    plan = on_cpu._backward_plan(0, problem, config.backward, *layout)
+    run.check_backward(backward(on_cpu, problem, config.backward, run, out, lse))
+
+
+def backward(backend, problem, tiles, run, out, lse):
+    dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (run.q, run.k, run.v))
+    operands = [run.q, run.k, run.v, out, run.dout, dq, dk, dv]
+    pointers, layout = backend._described([Device(x) for x in operands])
+    plan = backend._backward_plan(0, problem, tiles, *layout)
+    lse_log2, delta = np.full((2, backend.stats_rows(problem, tiles)), np.nan, problem.compute)
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
-    if dtype_of(problem.dtype).itemsize == 2:
-        sums, turns = (np.zeros(n, "f4") for n in on_cpu.sums_and_turns(problem, config.backward))
+    if problem.dtype in backend.ELEMENTS and not isinstance(tiles, HopperTwoPass):
+        sums, turns = (np.zeros(n, "f4") for n in backend.sums_and_turns(problem, tiles))
         rows += [sums.ctypes.data, turns.ctypes.data]
-    on_cpu._launch(plan, pointers, rows)
-    run.check_backward((dq, dk, dv))
+    maps = ()
+    if isinstance(tiles, backend.OnHopper):
+        mapped = run.q, run.k, run.v, run.dout
+        maps = [tensor_maps(zip(mapped, b, strict=True)) for b in backend.backward_boxes(tiles)]
+    backend._launch(plan, pointers, rows, maps)
+    return dq, dk, dv
+
+
+def tensor_maps(arrays_and_rows):
+    """TensorMaps as in hopper_on_cpu.cuh, aligned, and their address."""
+    memory = np.zeros(4 * 16 + 8, np.int64)
+    maps = memory[-memory.ctypes.data % 64 // 8 :][: 4 * 16].reshape(4, 16)
+    for row, (x, box) in zip(maps, arrays_and_rows, strict=False):
+        row[:5] = x.ctypes.data, *x.strides[::-1]
+        row[5:8].view(np.int32)[:5] = *x.shape[::-1], box
+    return maps, maps.ctypes.data
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -185,17 +203,13 @@ def hopper(on_cpu, monkeypatch):
         out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
         lse = np.full(q.shape[:-1], np.nan, problem.compute)
         counter = np.zeros(1, np.int32)
-        memory = np.zeros(3 * 16 + 8, np.int64)  # of TensorMaps as in hopper_on_cpu.cuh, aligned
-        maps = memory[-memory.ctypes.data % 64 // 8 :][: 3 * 16].reshape(3, 16)
         boxes = tiles.resident, tiles.streamed, tiles.streamed
-        for row, x, box in zip(maps, (q, k, v), boxes, strict=True):
-            row[:5] = x.ctypes.data, *x.strides[::-1]
-            row[5:8].view(np.int32)[:5] = *x.shape[::-1], box
+        maps = tensor_maps(zip((q, k, v), boxes, strict=True))
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan = on_cpu._forward_plan(0, problem, tiles, *layout)
         rows = [lse.ctypes.data, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        on_cpu._launch(plan, pointers, rows, (maps, maps.ctypes.data))
+        on_cpu._launch(plan, pointers, rows, [maps])
         return out, lse
 
     return forward
@@ -217,3 +231,37 @@ def test_hopper_gives_a_head_the_same_bits_whatever_else_a_block_computes(hopper
         one = (x[:, h : h + 1] for x in (q, k, v))
         alone, alone_lse = hopper(HopperTiles(64, 16), *one, **options)
         assert (alone == out[:, h : h + 1]).all() and (alone_lse == lse[:, h : h + 1]).all()
+
+
+HOPPER_BACKWARD_CASES = [
+    (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
+          causal=True), HopperBackward(128)),
+    (case(90, 140, d=128, dv=72, batch=1, heads=2, heads_kv=2, dtype="bfloat16", layout="bshd",
+          softcap=2.0), HopperBackward(64)),
+    (case(140, 130, d=40, dv=80, batch=1, heads=1, heads_kv=1, dtype="float16",
+          layout="contiguous", causal=True), HopperBackward(80)),
+    (case(200, 130, d=72, dv=128, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", window=(40, 3)), HopperBackward(80, 1, turn=2)),
+    (case(260, 129, d=64, dv=64, batch=1, heads=2, heads_kv=2, dtype="float16", layout="contiguous",
+          causal=True, scale=-0.4, softcap=3.0), HopperBackward(128, 1, deterministic=False)),
+    (case(300, 260, d=40, dv=24, batch=2, heads=3, heads_kv=3, dtype="bfloat16",
+          layout="contiguous", window=(5, 40)), HopperBackward(64, turn=2, together=4)),
+    (case(130, 5, d=8, dv=9, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
+          causal="top_left", scale=0.0), HopperBackward(96, 1)),
+    (case(150, 100, d=136, dv=72, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", causal=True), HopperTwoPass(64, 48)),
+    (case(70, 140, d=40, dv=160, batch=1, heads=2, heads_kv=2, dtype="float16", layout="bshd",
+          softcap=2.0, window=(60, 9)), HopperTwoPass(80, 64, 1)),
+    (case(140, 70, d=24, dv=40, batch=2, heads=2, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", window=(5, None), scale=-0.4), HopperTwoPass(32, 32)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tiles"), HOPPER_BACKWARD_CASES, ids=str)
+def test_hopper_backward(case, tiles, on_cpu):
+    run = Run(case, np)
+    options = {"scale": None, "causal": False, "window": None, "softcap": None, **run.options}
+    problem, _, out, lse = forward(
+        on_cpu, Tiles(32, 32, 2), *(run.q, run.k, run.v), *options.values()
+    )
+    run.check_backward(backward(on_cpu, problem, tiles, run, out, lse))

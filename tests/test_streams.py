@@ -6,12 +6,23 @@ import threading
 
 import numpy as np
 import pytest
-from cases import Run, case
+from cases import Run, case, on_hopper, portable_config
 
 from cuflash import flash_attention, flash_attention_grad
 
 
 def test_current_stream_is_used(gpu_backend):
+    check_current_stream(backend=gpu_backend)
+
+
+@pytest.mark.gpu
+def test_current_stream_is_used_by_the_portable_kernels():
+    if not on_hopper():
+        pytest.skip("elsewhere they are the default")
+    check_current_stream(backend="cuda", config=portable_config("float16", 64))
+
+
+def check_current_stream(**options):
     # cupy 7189: a backward that starts before dout is written corrupts its results.
     import cupy
 
@@ -20,8 +31,8 @@ def test_current_stream_is_used(gpu_backend):
         cupy.asarray(np.random.default_rng(i).standard_normal(shape).astype("float16"))
         for i in range(4)
     )
-    out, lse = flash_attention(q, k, v, return_lse=True, backend=gpu_backend)
-    want = flash_attention_grad(dout, q, k, v, out, lse, backend=gpu_backend)
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    want = flash_attention_grad(dout, q, k, v, out, lse, **options)
     slow = cupy.random.standard_normal((3000, 3000), dtype="float32")
     late = cupy.full_like(dout, cupy.nan)
     cupy.cuda.Device().synchronize()
@@ -34,7 +45,7 @@ def test_current_stream_is_used(gpu_backend):
             for _ in range(3):
                 s = s @ slow * 1e-4
             late[...] = dout + 0 * cupy.nan_to_num(s[0, 0])
-            got = flash_attention_grad(late, q, k, v, out, lse, backend=gpu_backend)
+            got = flash_attention_grad(late, q, k, v, out, lse, **options)
         cupy.empty((64, 1024, 64), "float32").fill(cupy.nan)  # the default stream allocates too
         stream.synchronize()
         assert all(bool((g == w).all()) for g, w in zip(got, want, strict=True))
@@ -45,16 +56,21 @@ def test_two_host_threads(gpu_backend):
 
     runs = [Run(case(100, 120, dtype=d, causal=True), cupy, seed=i) for i, d in
             enumerate(("bfloat16", "float16") * 2)]  # fmt: skip
-    want = [run.forward(backend=gpu_backend) for run in runs]
+
+    def results(run):
+        out, lse = run.forward(backend=gpu_backend)
+        return (out, lse, *run.backward(out, lse, backend=gpu_backend))
+
+    want = [results(run) for run in runs]
     cupy.cuda.Device().synchronize()  # the threads' streams do not wait for this one's
     failures = []
 
     def work(run, expected):
         with cupy.cuda.Stream(non_blocking=True) as stream:
             for _ in range(20):
-                out, _ = run.forward(backend=gpu_backend)
+                got = results(run)
                 stream.synchronize()
-                if not bool((out == expected[0]).all()):
+                if not all(bool((g == w).all()) for g, w in zip(got, expected, strict=True)):
                     failures.append(run.case)
 
     threads = [threading.Thread(target=work, args=pair) for pair in zip(runs, want, strict=True)]

@@ -46,9 +46,10 @@ def test_huge_values_and_one_key(backend, xp):
 
 def test_lse_below_minus_88_with_a_part_filled_last_tile(backend, xp, small):
     # pytorch 196678: padded keys scored 0, and exp(0 - lse) overflowed in the backward pass.
-    for sq, sk in ((192, 192), (1, 128)) if not small else ((9, 11), (1, 10)):
-        run = Run(case(sq, sk, d=64, dv=64, batch=1, heads=1, heads_kv=1, dtype="bfloat16"), xp)
-        run.q, run.k = (normal(xp, 1, 1, n, 64, dtype="bfloat16", scale=0.1) for n in (sq, sk))
+    sizes = (192, 192, 64), (1, 128, 64), (190, 200, 128), (190, 200, 192), (190, 200, 256)
+    for sq, sk, d in sizes if not small else ((9, 11, 64), (1, 10, 64)):
+        run = Run(case(sq, sk, d=d, dv=d, batch=1, heads=1, heads_kv=1, dtype="bfloat16"), xp)
+        run.q, run.k = (normal(xp, 1, 1, n, d, dtype="bfloat16", scale=0.1) for n in (sq, sk))
         run.q[..., 0], run.k[..., 0] = 10, -200
         out, lse = run.forward(backend=backend)
         assert float(lse.max()) < -88
@@ -219,14 +220,15 @@ def test_long_sequence_of_zeros(gpu_backend):
     np.testing.assert_allclose(host(lse), np.log(33728), rtol=1e-6)
 
 
-def test_element_offsets_beyond_two_to_the_31(gpu_backend):
+@pytest.mark.parametrize(("batch", "d"), [(16400, 64), (8200, 128), (4100, 256)])
+def test_element_offsets_beyond_two_to_the_31(batch, d, gpu_backend):
     # flash-attention 2611: 32-bit offsets. Only the last heads are looked at; all are computed.
     import cupy
 
-    shape = (16400, 16, 128, 64)
+    shape = (batch, 16, 128, d)
     assert np.prod(shape) > 2**31
     q = cupy.zeros(shape, "float16")
-    last = normal(cupy, 2, 16, 128, 64, dtype="float16")
+    last = normal(cupy, 2, 16, 128, d, dtype="float16")
     q[-2:] = last
     run = {"return_lse": True, "backend": gpu_backend}
     out, lse = flash_attention(q, q, q, **run)

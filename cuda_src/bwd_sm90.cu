@@ -1,0 +1,354 @@
+// Backward for float16 and bfloat16 on Hopper, of widths up to 128: tensor copies and wgmma.
+//
+//   row_delta  a warp per row: delta and lse in base 2, of each head whole tiles of queries
+//   bwd_sm90   a block per 128 keys of a key/value head. dK and dV stay in registers, queries
+//              stream past, and what they get from these keys is added to float32 dQ in memory
+//   store_dq   a block per tile of queries: dQ times the scale, as 16-bit numbers
+//
+// Two warpgroups compute, 64 keys each; of the third, one thread copies and two add to dQ:
+//   S^T = K Q^T, dP^T = V dO^T    keys x queries, both operands in shared memory
+//   dV += P^T dO, dK += dS^T Q    what the two became, rounded, is the left operand as it lies
+//   dQ = dS K                     of all 128 keys: dS goes through shared memory, a query a row
+// How the two share dQ, BLOCK_Q x HEAD_DIM: 128 queries by rows, 64 by columns; for other numbers
+// of queries dQ^T = K^T dS^T is computed, by rows, which takes any multiple of 16.
+//
+//   thread       waits for                 then
+//   copying      q_empty, o_empty          copies, which complete k_full, v_full, q_full, o_full
+//   computing    k, v, q, o_full           products; a lane of each warp arrives at q_, o_empty
+//                dq_empty of its group     writes its dQ, arrives at dq_full
+//   adding       dq_full of its group      adds that to dQ in memory, arrives at dq_empty
+//   named barrier 1: the computing ones; dS is there (DS_STAGES 1: and the one before is read)
+//
+// What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
+//   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin;
+//   dQ is passed on (+ dK); S of the next tile begins (+ dK)
+//
+// DETERMINISTIC 1: as in bwd_sm80.cu blocks of a head take turns at dQ, in the order of their keys,
+// so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
+//
+// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32; HEAD_DIM 96 or 128 unless BLOCK_Q is 128),
+// BLOCK_Q, DS_STAGES (buffers for dS, 1 or 2), TURN (queries of a turn, whole tiles),
+// DETERMINISTIC, TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm90.cu, of dq, dk and dv).
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
+#include "softmax.cuh"
+#include "warpgroup.cuh"
+#include "work.cuh"
+
+constexpr int kGroups = 2, kComputing = 128 * kGroups, kThreads = kComputing + 128;
+constexpr int BLOCK_K = 64 * kGroups;
+constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
+
+using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
+using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
+using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
+using STile = Tile<BLOCK_Q, BLOCK_K, kComputing>;  // dS
+using Work = KeyWork<BLOCK_K, BLOCK_Q>;
+
+// dQ, or dQ^T, of a warpgroup has 64 rows. Where they share its columns, those are whole slabs.
+constexpr bool kByRows = BLOCK_Q == 128, kByColumns = BLOCK_Q == 64;
+constexpr int kDqWidth = kByRows ? HEAD_DIM : KTile::kWidth;
+constexpr int kDqColumns = kByRows ? HEAD_DIM : kByColumns ? kDqWidth / 2 : BLOCK_Q;
+constexpr int kDqPart = 64 * kDqColumns;  // numbers
+static_assert(kGroups * kDqPart == BLOCK_Q * kDqWidth, "dQ does not divide into two parts");
+static_assert(kByRows || kDqWidth % 128 == 0, "two slabs");
+static_assert(TURN % BLOCK_Q == 0, "whole tiles");
+// dV begins before dS is computed. Elsewhere P, both rounded and not, is more than registers hold.
+constexpr bool kEarly = kByColumns;
+
+struct Shared {
+  KTile::Storage k;
+  VTile::Storage v;
+  Ring<QTile> q;
+  Ring<OTile> dout;
+  STile::Storage ds[DS_STAGES];
+  __align__(16) float dq[kGroups][kDqPart];
+  Work work;
+  unsigned long long k_full, v_full, dq_full[kGroups], dq_empty[kGroups];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+// Where the part of a tile of dQ that warpgroup `group` computes begins in memory: its fragments
+// one after another, of each the four numbers of each thread.
+DEVICE float* dq_part(const Params& p, int batch, int head, int q0, int group) {
+  const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
+  const long long tile = (static_cast<long long>(batch) * p.heads + head) * tiles + q0 / BLOCK_Q;
+  return p.dq_sum + (tile * kGroups + group) * kDqPart;
+}
+
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<ELEMENT, BLOCK_Q>(p); }
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    bwd_sm90(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
+  const unsigned ds_tiles = shared_address(&shared.ds), dq_parts = shared_address(&shared.dq);
+  const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
+  const unsigned dq_full = shared_address(&shared.dq_full);
+  const unsigned dq_empty = shared_address(&shared.dq_empty);
+
+  if (threadIdx.x == kComputing) {
+    prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
+    barrier_init(k_full, 1), barrier_init(v_full, 1);
+    shared.q.init(4 * kGroups), shared.dout.init(4 * kGroups);
+    for (int i = 0; i < kGroups; ++i)
+      barrier_init(dq_full + 8 * i, 4), barrier_init(dq_empty + 8 * i, 1);
+    barrier_init_fence();
+    shared.work = Work(p, p.section);
+  }
+  __syncthreads();
+  const Work& work = shared.work;  // there, and not in registers
+  int q_head = work.head * p.group, q0 = work.q_last;
+
+  if (threadIdx.x >= kComputing) {
+    registers_lower<kCopyingRegisters>();
+    // Loops here are not unrolled: these 24 registers would not do.
+    const int role = threadIdx.x / 32 - kComputing / 32;
+    if (threadIdx.x % 32 || work.total == 0) return;
+    if (role == 0) {
+      load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
+#pragma unroll 1
+      for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
+        shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+        if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
+        shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+      }
+    } else if (role <= kGroups) {
+      const int group = role - 1, turns = (p.sq + TURN - 1) / TURN;
+#pragma unroll 1
+      for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
+        int* const counter =
+            p.counters +
+            ((static_cast<long long>(work.batch) * p.heads + q_head) * turns + q0 / TURN) *
+                kGroups +
+            group;
+        barrier_wait(dq_full + 8 * group, i % 2);
+        if (DETERMINISTIC && (q0 == work.q_last || (q0 + BLOCK_Q) % TURN == 0)) {
+          const int turn = work.turn(p, q0 / TURN * TURN);
+          while (load_acquire(counter) != turn) continue;
+          fence_async();
+        }
+        bulk_add(dq_part(p, work.batch, q_head, q0, group),
+                 dq_parts + group * kDqPart * sizeof(float), kDqPart * sizeof(float));
+        bulk_wait_read();
+        barrier_arrive(dq_empty + 8 * group);
+        if (DETERMINISTIC && (q0 == work.q_first || q0 % TURN == 0)) {
+          bulk_wait();
+          fence_async();
+          fence();
+          count_up(counter);
+        }
+      }
+    }
+    return;
+  }
+  registers_raise<kComputingRegisters>();
+
+  const int group = threadIdx.x / 128;
+  const Scores scores(p.scale, p.softcap);
+  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByRows ? kDqColumns / 8 : 1][4];
+  // In the registers of S, by name: the compiler would find others, which there are not.
+  auto& dq = [&]() -> auto& {
+    if constexpr (kByRows)
+      return own_dq;
+    else
+      return s[0];
+  }();
+  float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
+  unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
+  // Through a shuffle: else the compiler keeps sums of addresses in registers.
+  auto hidden = [&](unsigned operand) { return __shfl_sync(~0u, operand, 0); };
+  // Start S^T = K Q^T.
+  auto multiply_kq = [&](int i) {
+    const unsigned k = hidden(operand(k_tile + group * 64 * 128));
+    const unsigned q = hidden(operand(shared.q.tile(i)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 16; ++j)
+      wgmma<false>(s[0], k + columns_at<KTile>(j), q + columns_at<QTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto multiply_vo = [&](int i) {  // dP^T = V dO^T
+    const unsigned v = hidden(operand(v_tile + group * 64 * 128));
+    const unsigned dout = hidden(operand(shared.dout.tile(i)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < VALUE_DIM / 16; ++j)
+      wgmma<false>(ds[0], v + columns_at<VTile>(j), dout + columns_at<OTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto multiply_po = [&](int i) {  // dV += P^T dO
+    const unsigned dout = operand(shared.dout.tile(i), OTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dv[0], p_rounded[j], dout + rows_at(j));
+    wgmma_commit();
+  };
+  auto multiply_sq = [&](int i) {  // dK += dS^T Q
+    const unsigned q = operand(shared.q.tile(i), QTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dk[0], ds_rounded[j], q + rows_at(j));
+    wgmma_commit();
+  };
+  auto multiply_sk = [&](int buffer) {  // dQ = dS K, or the transpose of it
+    const unsigned ds_tile = ds_tiles + buffer * sizeof(STile::Storage);
+    const int columns = kByRows ? 0 : group * (kDqWidth / 2 / 64) * KTile::kSlabBytes;
+    const unsigned k = hidden(operand(k_tile + columns, KTile::kSlabBytes));
+    const unsigned ds_operand = hidden(operand(ds_tile + (kByRows ? group * 64 * 128 : 0)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_K / 16; ++j) {
+      if constexpr (kByRows || kByColumns)
+        wgmma<true>(dq, ds_operand + columns_at<STile>(j), k + rows_at(j), j > 0);
+      else
+        wgmma<false, true>(dq, k + rows_at(j), ds_operand + columns_at<STile>(j), j > 0);
+    }
+    wgmma_commit();
+  };
+
+  clear(dk);
+  clear(dv);
+  const int key0 = work.k0 + 64 * group;  // this warpgroup's
+  const Bounds first = work.queries(p, key0);
+  const Bounds last = work.queries(p, min(key0 + 64, p.sk) - 1);
+  // Hand dQ of the tile numbered i to the adding thread.
+  auto pass_on_dq = [&](int i) {
+    barrier_wait(dq_empty + 8 * group, i % 2 ^ 1);
+    const unsigned part = dq_parts + group * kDqPart * sizeof(float) + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
+    fence_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(dq_full + 8 * group);
+  };
+  // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
+  auto differentiate = [&](int i) {
+    const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
+    auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
+    shared.dout.wait(i);
+    wgmma_wait<1>();  // dK of the tile before is done, and gives up the registers of its dS
+    if (i > 0) shared.q.release(i - 1);
+    multiply_vo(i);
+    wgmma_wait<1>();
+    scores.transform(s);
+    if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
+    // Of queries 16 j .., s becomes P, times the slope of the softcap once P is rounded.
+    auto exponentiate = [&](int j) {
+      float slope[2][4];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float2 lse = shared.q.pair(i, 2 * j + n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[0][2 * j + n][e];
+          slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
+          x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
+        }
+      }
+      if constexpr (kEarly || TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) s[0][2 * j + e / 4][e % 4] *= slope[e / 4][e % 4];
+    };
+    if constexpr (kEarly || !TRANSFORM) {
+#pragma unroll
+      for (int j = 0; j < BLOCK_Q / 16; ++j) exponentiate(j);
+    }
+    if constexpr (kEarly) {
+      multiply_po(i);
+      wgmma_wait<1>();
+    } else {
+      // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
+      barrier_wait(k_full, 0);
+      wgmma_wait<0>();
+    }
+    // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
+    if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
+    if constexpr (DS_STAGES == 1) named_sync(1, kComputing);  // dQ of the tile before is computed
+    const unsigned ds_tile =
+        transposed_origin<STile>(ds_tiles + i % DS_STAGES * sizeof(STile::Storage), group * 8);
+    // Step by step to the end: that takes the fewest registers.
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) {
+      if constexpr (!kEarly && TRANSFORM) exponentiate(j);
+      if constexpr (!kEarly && !TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
+#pragma unroll
+      for (int n = 2 * j; n < 2 * j + 2; ++n) {
+        const float2 delta = shared.dout.pair(i, n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x));
+      }
+      round_to_operand(ds_rounded[j], ds[0], j);
+      store_matrices_transposed(STile::part(ds_tile, j, 0), ds_rounded[j]);
+    }
+    fence_async();
+  };
+  if (work.total > 0) {
+    barrier_wait(k_full, 0);
+    shared.q.wait(0);
+    multiply_kq(0);
+    barrier_wait(v_full, 0);
+    differentiate(0);
+    for (int i = 0;;) {
+      if constexpr (!kEarly) multiply_po(i);
+      named_sync(1, kComputing);  // dS is there
+      multiply_sk(i % DS_STAGES);
+      multiply_sq(i);
+      wgmma_wait<1>();
+      shared.dout.release(i);
+      pass_on_dq(i);
+      if (++i == work.total) break;
+      work.step(q0, q_head);
+      shared.q.wait(i);
+      multiply_kq(i);
+      differentiate(i);
+    }
+    wgmma_wait<0>();
+  }
+
+  const Slice dk_rows(p.dk, work.batch, work.head), dv_rows(p.dv, work.batch, work.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = work.k0 + fragment_row<1>(0, r);
+    store_row<VECTOR>(dk_rows, dk[0], r, static_cast<float>(p.scale), key, p.sk, p.d);
+    store_row<VECTOR>(dv_rows, dv[0], r, 1.0f, key, p.sk, p.v_width);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Params p) {
+  const int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, q0 = blockIdx.x % tiles * BLOCK_Q;
+  const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
+  const int group = threadIdx.x / 128;
+  const float* part = dq_part(p, batch, head, q0, group) + threadIdx.x % 128 * 4;
+  const float scale = p.scale;
+  float dq[1][kDqColumns / 8][4];
+#pragma unroll
+  for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
+  Slice rows(p.dq, batch, head);
+  if constexpr (kByRows || kByColumns) {
+    const int column = kByColumns ? group * kDqWidth / 2 : 0;
+    rows.data += column * rows.column;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = q0 + fragment_row<1>(0, r) - (kByColumns ? 64 * group : 0);
+      store_row<VECTOR>(rows, dq[0], r, scale, row, p.sq, p.d - column);
+    }
+  } else {
+    extern __shared__ __align__(1024) char memory[];
+    unsigned rounded[kDqColumns / 16][4];
+    scale_by(dq, scale);
+    round_to_operands(rounded, dq[0]);
+    const unsigned tile = transposed_origin<QTile>(shared_address(memory), group * (kDqWidth / 16));
+#pragma unroll
+    for (int j = 0; j < kDqColumns / 16; ++j)
+      store_matrices_transposed(QTile::part(tile, j, 0), rounded[j]);
+    __syncthreads();
+    QTile::store<VECTOR>(rows, shared_address(memory), q0, p.sq, p.d);
+  }
+}

@@ -1,0 +1,203 @@
+// dK and dV for float16 and bfloat16 on Hopper, where they are too wide for bwd_sm90.cu: tensor
+// copies and wgmma. bwd_sm90_q.cu computes dQ.
+//
+//   row_delta     a warp per row: delta and lse in base 2, of each head whole tiles of queries
+//   bwd_sm90_kv   a block per 64 keys of a key/value head; queries stream past
+//
+// Two warpgroups compute, each one sum in registers, the third copies:
+//   warpgroup 0   S^T = K Q^T, P^T = exp(S^T), dV += P^T dO
+//   warpgroup 1   dP^T = V dO^T, dS^T = P^T (dP^T - delta), dK += dS^T Q
+// Both are keys x queries, then keys x columns, and what becomes of the first product, rounded, is
+// the left operand of the second as it lies. Only P goes through shared memory, as float32: thread
+// i of warpgroup 0 writes what thread i of warpgroup 1 reads. The exponentials of the one, and dS
+// of the other, run beside the other's products.
+//
+//   thread        waits for          then
+//   copying       q_empty, o_empty   copies, which complete k_full, v_full, q_full, o_full
+//   computing     k, v, q, o_full    products; a lane of each warp arrives at q_empty, o_empty
+//   warpgroup 0   p_empty            writes P, arrives at p_full
+//   warpgroup 1   p_full             reads it, arrives at p_empty
+//
+// Options: as bwd_sm90.cu, but for those about dS and dQ.
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2, its sums over queries.
+#include "softmax.cuh"
+#include "warpgroup.cuh"
+#include "work.cuh"
+
+constexpr int BLOCK_K = 64;
+constexpr int kComputing = 256, kThreads = kComputing + 128;
+constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
+
+using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
+using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
+using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
+using Work = KeyWork<BLOCK_K, BLOCK_Q>;
+
+struct Shared {
+  KTile::Storage k;
+  VTile::Storage v;
+  Ring<QTile> q;
+  Ring<OTile> dout;
+  __align__(16) float p[P_STAGES][BLOCK_Q / 8][128][4];
+  Work work;
+  unsigned long long k_full, v_full, p_full[P_STAGES], p_empty[P_STAGES];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+// What one of the two computing warpgroups does: of keys A and the ring B it makes the first
+// product, of that and the ring C the sum.
+template <bool kFirst, int kWidth, class ATile, class BTile, class CTile>
+DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a_full,
+                    const Ring<BTile>& b_ring, const Ring<CTile>& c_ring, const Array& to,
+                    float factor, int width) {
+  constexpr int kDepth = kFirst ? HEAD_DIM : VALUE_DIM;
+  const Work& work = shared.work;  // there, and not in registers
+  const Scores scores(p.scale, p.softcap);
+  const unsigned p_full = shared_address(&shared.p_full);
+  const unsigned p_empty = shared_address(&shared.p_empty);
+  const unsigned p_tiles = shared_address(&shared.p) + threadIdx.x % 128 * 16;
+  float x[1][BLOCK_Q / 8][4], sum[1][kWidth / 8][4];
+  unsigned rounded[BLOCK_Q / 16][4];
+  // Start A B^T.
+  auto multiply = [&](int i) {
+    b_ring.wait(i);
+    // Through a shuffle: else the compiler keeps sums of addresses in registers.
+    const unsigned a = __shfl_sync(~0u, operand(a_tile), 0);
+    const unsigned b = __shfl_sync(~0u, operand(b_ring.tile(i)), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kDepth / 16; ++j)
+      wgmma<false>(x[0], a + columns_at<ATile>(j), b + columns_at<BTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto accumulate = [&](int i) {
+    c_ring.wait(i);
+    const unsigned c = operand(c_ring.tile(i), CTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(sum[0], rounded[j], c + rows_at(j));
+    wgmma_commit();
+  };
+
+  clear(sum);
+  const int total = work.total;
+  int q_head = work.head * p.group, q0 = work.q_last;
+  // From the first product to P, or from the other one and P to dS.
+  auto elementwise = [&](int i) {
+    const bool masked =
+        q0 < work.last.lo || q0 + BLOCK_Q > work.first.hi || work.k0 + BLOCK_K > p.sk;
+    auto mask = [&](float hidden) {
+      if (!masked) return;
+      const int row0 = work.k0 - (kFirst ? 0 : 64);  // rows are counted through the block
+      apply_mask(x, AllColumns<1>(), row0, q0, hidden,
+                 [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; });
+    };
+    const unsigned p_tile = p_tiles + i % P_STAGES * sizeof(shared.p[0]);
+    if constexpr (kFirst) {
+      scores.transform(x);
+      mask(-kInfinity);
+      barrier_wait(p_empty + 8 * (i % P_STAGES), i / P_STAGES % 2 ^ 1);
+    } else {
+      mask(0.0f);  // keys that do not exist must not reach anything: 0 times NaN
+      barrier_wait(p_full + 8 * (i % P_STAGES), i / P_STAGES % 2);
+    }
+#pragma unroll
+    for (int n = 0; n < BLOCK_Q / 8; ++n) {
+      const float2 number = b_ring.pair(i, n);
+      const unsigned at = p_tile + n * 128 * 16;
+      float other[4];
+      if constexpr (!kFirst) load_shared16(other, at);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float of_column = e % 2 ? number.y : number.x;
+        float& y = x[0][n][e];
+        if constexpr (kFirst) {
+          const float slope = fmaxf(scores.slope(y), 0.0f);  // -inf where masked
+          y = exp2_approx(y * scores.unit - of_column);
+          other[e] = y * slope;
+        } else {
+          y = other[e] * (y - of_column);
+        }
+      }
+      if constexpr (kFirst) store_shared16(at, other);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive((kFirst ? p_full : p_empty) + 8 * (i % P_STAGES));
+    b_ring.release(i);
+  };
+
+  if (total > 0) {
+    barrier_wait(a_full, 0);
+    multiply(0);
+    wgmma_wait<0>();
+    elementwise(0);
+    round_to_operands(rounded, x[0]);
+    for (int i = 1; i < total; ++i) {
+      work.step(q0, q_head);
+      accumulate(i - 1);
+      multiply(i);
+      wgmma_wait<1>();
+      c_ring.release(i - 1);  // early: what is copied there next is needed in the next turn
+      wgmma_wait<0>();
+      elementwise(i);
+      round_to_operands(rounded, x[0]);
+    }
+    accumulate(total - 1);
+    wgmma_wait<0>();
+  }
+  const Slice rows(to, work.batch, work.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = work.k0 + fragment_row<1>(0, r) - (kFirst ? 0 : 64);
+    store_row<VECTOR>(rows, sum[0], r, factor, key, p.sk, width);
+  }
+}
+
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<ELEMENT, BLOCK_Q>(p); }
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    bwd_sm90_kv(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
+  const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
+  if (threadIdx.x == kComputing) {
+    prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
+    barrier_init(k_full, 1), barrier_init(v_full, 1);
+    shared.q.init(8), shared.dout.init(8);
+    for (int i = 0; i < P_STAGES; ++i) {
+      barrier_init(shared_address(&shared.p_full[i]), 4);
+      barrier_init(shared_address(&shared.p_empty[i]), 4);
+    }
+    barrier_init_fence();
+    shared.work = Work(p, p.section);
+  }
+  __syncthreads();
+
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (group == 0) {
+    registers_raise<kComputingRegisters>();
+    compute<true, VALUE_DIM, KTile>(p, shared, k_tile, k_full, shared.q, shared.dout, p.dv, 1.0f,
+                                    p.v_width);
+  } else if (group == 1) {
+    registers_raise<kComputingRegisters>();
+    compute<false, HEAD_DIM, VTile>(p, shared, v_tile, v_full, shared.dout, shared.q, p.dk, p.scale,
+                                    p.d);
+  } else {
+    registers_lower<kCopyingRegisters>();
+    const Work& work = shared.work;
+    if (threadIdx.x > kComputing || work.total == 0) return;
+    load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
+    int q_head = work.head * p.group, q0 = work.q_last;
+    for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
+      shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+      if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
+      shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+    }
+  }
+}

@@ -1,0 +1,205 @@
+// dQ for float16 and bfloat16 on Hopper, where widths are too large for bwd_sm90.cu: tensor copies
+// and wgmma. bwd_sm90_kv.cu computes dK and dV, and delta before.
+//
+// A block per 128 queries; keys stream past. Two warpgroups compute, 64 queries each, the third
+// copies:
+//   S = Q K^T, dP = dO V^T    queries x keys
+//   dQ += dS K                dS, rounded, is the left operand as it lies
+// P = exp(S) runs beside dP, and dQ of a key block beside S of the next.
+//
+//   thread       waits for                 then
+//   copying      k_empty, v_empty          copies, which complete q_full, o_full, k_full, v_full
+//   computing    q_, o_, k_full, v_full    products; a lane of each warp arrives at *_empty
+//
+// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_K, STATS_ROWS (rows of a head in
+// lse_log2 and delta are filled up to a multiple of it), TRANSFORM (softmax.cuh), VECTOR (as in
+// fwd_sm90.cu, of dq).
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2, its sum over keys.
+#include "softmax.cuh"
+#include "warpgroup.cuh"
+#include "work.cuh"
+
+constexpr int BLOCK_Q = 128;
+constexpr int kComputing = 256, kThreads = kComputing + 128;
+constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
+
+using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
+using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
+using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
+using Work = QueryWork<BLOCK_Q, BLOCK_K>;
+
+struct Shared {
+  QTile::Storage q;
+  OTile::Storage dout;
+  KTile::Storage k[kStages];
+  VTile::Storage v[kStages];
+  Work work;
+  unsigned long long q_full, o_full, k_full[kStages], k_empty[kStages], v_full[kStages],
+      v_empty[kStages];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    bwd_sm90_q(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const unsigned q_tile = shared_address(&shared.q), o_tile = shared_address(&shared.dout);
+  const unsigned k_tiles = shared_address(&shared.k), v_tiles = shared_address(&shared.v);
+  const unsigned q_full = shared_address(&shared.q_full), o_full = shared_address(&shared.o_full);
+  const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
+  const unsigned k_empty = shared_address(&shared.k_empty);
+  const unsigned v_empty = shared_address(&shared.v_empty);
+  if (threadIdx.x == kComputing) {
+    prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
+    barrier_init(q_full, 1), barrier_init(o_full, 1);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(k_full + 8 * i, 1), barrier_init(v_full + 8 * i, 1);
+      barrier_init(k_empty + 8 * i, 8), barrier_init(v_empty + 8 * i, 8);
+    }
+    barrier_init_fence();
+    shared.work = Work(p, blockIdx.x);
+  }
+  __syncthreads();
+  const Work& work = shared.work;  // there, and not in registers
+  const int blocks = work.blocks;
+  // From the last key block to the first: a ragged end comes when all is still to do.
+  auto first_key = [&](int i) { return (work.k_begin + blocks - 1 - i) * BLOCK_K; };
+
+  if (threadIdx.x >= kComputing) {
+    registers_lower<kCopyingRegisters>();
+    if (threadIdx.x > kComputing || blocks == 0) return;
+    const int kv_head = work.head / p.group;
+    load<QTile>(q_tile, maps.q, q_full, work.q0, work.head, work.batch);
+    for (int i = 0; i < blocks; ++i) {
+      const int stage = i % kStages;
+      const unsigned free = i / kStages % 2 ^ 1;
+      barrier_wait(k_empty + 8 * stage, free);
+      load<KTile>(k_tiles + stage * sizeof(KTile::Storage), maps.k, k_full + 8 * stage,
+                  first_key(i), kv_head, work.batch);
+      if (i == 0) load<OTile>(o_tile, maps.dout, o_full, work.q0, work.head, work.batch);
+      barrier_wait(v_empty + 8 * stage, free);
+      load<VTile>(v_tiles + stage * sizeof(VTile::Storage), maps.v, v_full + 8 * stage,
+                  first_key(i), kv_head, work.batch);
+    }
+    return;
+  }
+  registers_raise<kComputingRegisters>();
+
+  const int group = threadIdx.x / 128;
+  const Scores scores(p.scale, p.softcap);
+  float s[1][BLOCK_K / 8][4], ds[1][BLOCK_K / 8][4], dq[1][HEAD_DIM / 8][4];
+  unsigned rounded[BLOCK_K / 16][4];
+  auto release = [&](unsigned barrier) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  };
+  // Through a shuffle: else the compiler keeps sums of addresses in registers.
+  auto hidden = [&](unsigned operand) { return __shfl_sync(~0u, operand, 0); };
+  // Start S = Q K^T.
+  auto multiply_qk = [&](int i) {
+    const int stage = i % kStages;
+    barrier_wait(k_full + 8 * stage, i / kStages % 2);
+    const unsigned q = hidden(operand(q_tile + group * 64 * 128));
+    const unsigned k = hidden(operand(k_tiles + stage * sizeof(KTile::Storage)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 16; ++j)
+      wgmma<false>(s[0], q + columns_at<QTile>(j), k + columns_at<KTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto multiply_ov = [&](int i) {  // dP = dO V^T
+    const int stage = i % kStages;
+    barrier_wait(v_full + 8 * stage, i / kStages % 2);
+    const unsigned dout = hidden(operand(o_tile + group * 64 * 128));
+    const unsigned v = hidden(operand(v_tiles + stage * sizeof(VTile::Storage)));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < VALUE_DIM / 16; ++j)
+      wgmma<false>(ds[0], dout + columns_at<OTile>(j), v + columns_at<VTile>(j), j > 0);
+    wgmma_commit();
+  };
+  auto multiply_sk = [&](int i) {  // dQ += dS K
+    const unsigned k = operand(k_tiles + i % kStages * sizeof(KTile::Storage), KTile::kSlabBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < BLOCK_K / 16; ++j) wgmma<true>(dq[0], rounded[j], k + rows_at(j));
+    wgmma_commit();
+  };
+
+  // Of this thread's two rows; a row that does not exist must get P = 0.
+  float lse_log2[2], delta[2];
+  const long long row0 = first_row(p, work.batch, work.head, STATS_ROWS);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = work.q0 + fragment_row<1>(0, r);
+    lse_log2[r] = row < p.sq ? static_cast<const float*>(p.lse_log2)[row0 + row] : kInfinity;
+    delta[r] = row < p.sq ? static_cast<const float*>(p.delta)[row0 + row] : 0.0f;
+  }
+  const int q0 = work.q0 + 64 * group;  // this warpgroup's
+  const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
+  const Bounds last = k_bounds(min(q0 + 64, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
+  auto exponentiate = [&](int n, int e) {
+    s[0][n][e] = exp2_approx(s[0][n][e] * scores.unit - lse_log2[e / 2]);
+  };
+  // From S and dP of a key block, under way, to dS as operands.
+  auto differentiate = [&](int i) {
+    const int k0 = first_key(i);
+    const bool masked = k0 < last.lo || k0 + BLOCK_K > first.hi;
+    auto mask = [&](float (&c)[1][BLOCK_K / 8][4], float hidden) {
+      if (masked) apply_mask(c, work.q0, k0, p.sk, p.lo_shift, p.hi_shift, hidden);
+    };
+    wgmma_wait<1>();
+    scores.transform(s);
+    mask(s, -kInfinity);
+    // P beside dP, except with a softcap, whose slope needs the scores again, and registers are
+    // few.
+    if constexpr (!TRANSFORM) {
+#pragma unroll
+      for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) exponentiate(n, e);
+    }
+    // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
+    barrier_wait(q_full, 0);
+    wgmma_wait<0>();
+    release(v_empty + 8 * (i % kStages));
+    mask(ds, 0.0f);  // 0 times what they are may be NaN
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float slope = fmaxf(scores.slope(s[0][n][e]), 0.0f);  // -inf where masked
+        if constexpr (TRANSFORM) exponentiate(n, e);
+        ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - delta[e / 2]) * slope;
+      }
+    round_to_operands(rounded, ds[0]);
+  };
+
+  clear(dq);
+  if (blocks > 0) {
+    barrier_wait(q_full, 0);
+    multiply_qk(0);
+    barrier_wait(o_full, 0);
+    multiply_ov(0);
+    differentiate(0);
+    for (int i = 1; i < blocks; ++i) {
+      multiply_sk(i - 1);
+      multiply_qk(i);
+      wgmma_wait<1>();
+      release(k_empty + 8 * ((i - 1) % kStages));
+      multiply_ov(i);
+      differentiate(i);
+    }
+    multiply_sk(blocks - 1);
+    wgmma_wait<0>();
+  }
+  const Slice to(p.dq, work.batch, work.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    store_row<VECTOR>(to, dq[0], r, static_cast<float>(p.scale), work.q0 + fragment_row<1>(0, r),
+                      p.sq, p.d);
+}

@@ -1,0 +1,121 @@
+// Tiles as tensor copies write them and wgmma reads them, rings of them, and what becomes of
+// accumulators. Tile is a multiple of 64 columns wide; fragments are those of a warpgroup, 64 rows.
+#pragma once
+#include "hopper.cuh"
+#include "tile.cuh"
+
+DEVICE constexpr int slabs(int width) { return (width + 63) / 64; }
+
+// From row `row` on; the barrier waits for so many more bytes, of other copies.
+template <class T>
+DEVICE void load(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                 int batch, int more_bytes = 0) {
+  barrier_expect(barrier, sizeof(typename T::Storage) + more_bytes);
+#pragma unroll
+  for (int slab = 0; slab < T::kWidth / 64; ++slab)
+    tensor_load(tile + slab * T::kSlabBytes, map, barrier, slab * 64, row, head, batch);
+}
+
+// Word j of thread i of four becomes word i of thread j.
+DEVICE void transpose_in_quad(unsigned (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const unsigned other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+      (upper ? words[i] : words[i + step]) = other;
+    }
+  }
+}
+
+// Of an operand that is summed over its columns: columns 16 i .., in the descriptor's units.
+template <class T>
+DEVICE constexpr int columns_at(int i) {
+  return (i / 4 * T::kSlabBytes + i % 4 * 32) >> 4;
+}
+// Of one that is summed over its rows: rows 16 i ...
+DEVICE constexpr int rows_at(int i) { return i * (16 * 128 >> 4); }
+
+// Accumulators, rounded, as the left operand of a product that is summed over their columns: for
+// columns 16 i .., and for all.
+template <int kN>
+DEVICE void round_to_operand(unsigned (&operand)[4], const float (&c)[kN][4], int i) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+    operand[r] = pack<ELEMENT>(c[2 * i + r / 2][r % 2 * 2], c[2 * i + r / 2][r % 2 * 2 + 1]);
+}
+template <int kN>
+DEVICE void round_to_operands(unsigned (&operands)[kN / 2][4], const float (&c)[kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) round_to_operand(operands[i], c, i);
+}
+
+// Where a lane stores such an operand with store_matrices_transposed: its columns become rows of
+// the tile, from 0 on, and the 64 rows of a warpgroup the columns from group `g` of eight on.
+template <class T>
+DEVICE unsigned transposed_origin(unsigned tile, int g) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  return T::address(tile, lane / 16 * 8 + lane % 8, g + 2 * warp + lane / 8 % 2);
+}
+
+// One of a thread's two rows of accumulators, times a factor, as row `row` of an array that has so
+// many rows and columns. (These are a launch's parameters, and take no registers as references.)
+template <bool kVector, int kN>
+DEVICE void store_row(const Slice& to, const float (&c)[kN][4], int r, float factor, int row,
+                      const int& rows, const int& width) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 4) {
+    // A thread of a quad has two columns of each of four groups of eight: all of one it needs.
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = pack<ELEMENT>(c[n + i][2 * r] * factor, c[n + i][2 * r + 1] * factor);
+    transpose_in_quad(words);
+    const int column = (n + threadIdx.x % 4) * 8;
+    if (row < rows && column < width)
+      store_group<kVector>(to, row, column, width,
+                           make_uint4(words[0], words[1], words[2], words[3]));
+  }
+}
+
+// --- tiles of queries that stream past a block of a backward kernel
+
+constexpr int kStages = 2;  // buffers
+
+// In shared memory: buffers for tiles of q (or dout), for a number of each row, and their barriers.
+// Tiles are numbered through the block's life.
+template <class T>
+struct Ring {
+  typename T::Storage tiles[kStages];
+  __align__(16) float numbers[kStages][T::kRows];  // lse in base 2 (or delta)
+  unsigned long long full[kStages], empty[kStages];
+
+  DEVICE void init(int warps) {  // so many release a tile
+    for (int i = 0; i < kStages; ++i)
+      barrier_init(shared_address(&full[i]), 1), barrier_init(shared_address(&empty[i]), warps);
+  }
+  // By one thread: tile i, of queries q0 .., when its buffer is free.
+  DEVICE void copy(int i, const TensorMap& map, const void* all_numbers, const Params& p, int q0,
+                   int head, int batch) {
+    const int stage = i % kStages;
+    const long long row = first_row(p, batch, head, T::kRows) + q0;
+    const unsigned barrier = shared_address(&full[stage]);
+    barrier_wait(shared_address(&empty[stage]), i / kStages % 2 ^ 1);
+    load<T>(shared_address(&tiles[stage]), map, barrier, q0, head, batch, sizeof(numbers[0]));
+    bulk_load(shared_address(&numbers[stage]), static_cast<const float*>(all_numbers) + row,
+              barrier, sizeof(numbers[0]));
+  }
+  DEVICE void wait(int i) const {
+    barrier_wait(shared_address(&full[i % kStages]), i / kStages % 2);
+  }
+  DEVICE void release(int i) const {  // by each warp
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&empty[i % kStages]));
+  }
+  DEVICE unsigned tile(int i) const { return shared_address(&tiles[i % kStages]); }
+  // Of a fragment's columns 8 n .., which are queries here, the numbers of this thread's two.
+  DEVICE float2 pair(int i, int n) const {
+    return *reinterpret_cast<const float2*>(numbers[i % kStages] + 8 * n + fragment_column());
+  }
+};

@@ -1,0 +1,71 @@
+// Which tiles a block of a Hopper kernel works on. (bwd_sm80.cu counts as KeyWork does, by itself:
+// with this struct it spilled up to 48 bytes, where it had 40.)
+#pragma once
+#include "mask.cuh"
+
+// A query tile and the key blocks that it sees.
+template <int kQueries, int kKeys>
+struct QueryWork {
+  int head, batch, q0, k_begin, blocks;  // q0 < 0: none, the end
+
+  QueryWork() = default;
+  // Heads in sections whose keys and values stay in the L2 cache together; in a section the last
+  // queries of all heads first, which under a causal mask have the most to do.
+  DEVICE QueryWork(const Params& p, int index) {
+    int tiles = (p.sq + kQueries - 1) / kQueries, heads = p.heads;
+    asm volatile("" : "+r"(tiles), "+r"(heads));  // else their reciprocals are kept in registers
+    if (index >= p.batch * heads * tiles) {
+      head = batch = k_begin = blocks = 0, q0 = -1;
+      return;
+    }
+    const int first = index / (p.section * tiles) * p.section;
+    const int together = min(p.section, p.batch * heads - first);
+    const int rank = (index - first * tiles) / together;
+    const int flat = first + (index - first * tiles) % together;
+    head = flat % heads, batch = flat / heads;
+    q0 = (tiles - 1 - rank) * kQueries;
+    k_begin = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift).lo / kKeys;
+    const int k_end = k_bounds(min(q0 + kQueries, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift).hi;
+    blocks = max(0, (k_end + kKeys - 1) / kKeys - k_begin);
+  }
+};
+
+// A block's tile of keys of a key/value head, and the tiles of queries that see any of them: the
+// same of each head of the group, from the last to the first. Under a causal mask blocks of a head
+// then begin with the same, and are a turn apart; in ascending order it would be two.
+template <int kKeys, int kQueries>
+struct KeyWork {
+  int head, batch, tile, k0;
+  Bounds first, last;   // queries that see the first and the last key
+  int q_first, q_last;  // of the first and the last tile of queries
+  int total;            // tiles of queries of all heads
+
+  KeyWork() = default;
+  // So many heads at a time: the first tile of each, then the second of each. Under a causal mask
+  // the first keys have the most to do.
+  DEVICE KeyWork(const Params& p, int section) {
+    const int heads = p.heads / p.group, tiles = (p.sk + kKeys - 1) / kKeys;
+    const int before = blockIdx.x / (section * tiles) * section;
+    const int together = min(section, p.batch * heads - before);
+    const int index = blockIdx.x - before * tiles;
+    head = (before + index % together) % heads, batch = (before + index % together) / heads;
+    tile = index / together, k0 = tile * kKeys;
+    first = queries(p, k0), last = queries(p, min(k0 + kKeys, p.sk) - 1);
+    q_first = first.lo / kQueries * kQueries;
+    q_last = last.hi > q_first ? (last.hi - 1) / kQueries * kQueries : q_first - kQueries;
+    total = (q_last - q_first + kQueries) / kQueries * p.group;
+  }
+  // Those that see a key.
+  static DEVICE Bounds queries(const Params& p, int key) {
+    return k_bounds(key, p.sq, 1 - p.hi_shift, 1 - p.lo_shift);
+  }
+  // From one tile of queries to the next.
+  DEVICE void step(int& q0, int& q_head) const {
+    q0 -= kQueries;
+    if (q0 < q_first) q0 = q_last, ++q_head;
+  }
+  // How many blocks add to dQ of the turn that begins with this query before this one does.
+  DEVICE int turn(const Params& p, int query) const {
+    return tile - k_bounds(query, p.sk, p.lo_shift, p.hi_shift).lo / kKeys;
+  }
+};
