@@ -9,26 +9,24 @@
 //   S^T = K Q^T, dP^T = V dO^T    keys x queries, both operands in shared memory
 //   dV += P^T dO, dK += dS^T Q    what the two became, rounded, is the left operand as it lies
 //   dQ = dS K                     of all 128 keys: dS goes through shared memory, a query a row
-// How the two share dQ, BLOCK_Q x HEAD_DIM: 128 queries by rows, 64 by columns; for other numbers
-// of queries dQ^T = K^T dS^T is computed, by rows, which takes any multiple of 16.
+// The two share dQ, BLOCK_Q x HEAD_DIM, by rows where there are 128 queries, by columns with 64.
 //
 //   thread       waits for                 then
 //   copying      q_empty, o_empty          copies, which complete k_full, v_full, q_full, o_full
 //   computing    k, v, q, o_full           products; a lane of each warp arrives at q_, o_empty
-//                dq_empty of its group     writes its dQ, arrives at dq_full
-//   adding       dq_full of its group      adds that to dQ in memory, arrives at dq_empty
-//   named barrier 1: the computing ones; dS is there (DS_STAGES 1: and the one before is read)
+//                dq_empty                  writes its part of dQ, arrives at dq_full
+//   adding       dq_full                   adds that to dQ in memory, arrives at dq_empty
+//   named barrier 1: the computing ones; dS is there
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
-//   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin;
-//   dQ is passed on (+ dK); S of the next tile begins (+ dK)
+//   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin; dQ is passed on (+ dK); S of
+//   the next tile begins (+ dK)
 //
-// DETERMINISTIC 1: as in bwd_sm80.cu blocks of a head take turns at dQ, in the order of their keys,
-// so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
+// With p.counters, as in bwd_sm80.cu, blocks of a head take turns at dQ, in the order of their
+// keys, so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
 //
-// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32; HEAD_DIM 96 or 128 unless BLOCK_Q is 128),
-// BLOCK_Q, DS_STAGES (buffers for dS, 1 or 2), TURN (queries of a turn, whole tiles),
-// DETERMINISTIC, TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm90.cu, of dq, dk and dv).
+// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_Q (128; or 64, with HEAD_DIM of two
+// slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in bwd_sm80.cu).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
 #include "softmax.cuh"
 #include "warpgroup.cuh"
@@ -45,14 +43,12 @@ using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
 using STile = Tile<BLOCK_Q, BLOCK_K, kComputing>;  // dS
 using Work = KeyWork<BLOCK_K, BLOCK_Q>;
 
-// dQ, or dQ^T, of a warpgroup has 64 rows. Where they share its columns, those are whole slabs.
-constexpr bool kByRows = BLOCK_Q == 128, kByColumns = BLOCK_Q == 64;
-constexpr int kDqWidth = kByRows ? HEAD_DIM : KTile::kWidth;
-constexpr int kDqColumns = kByRows ? HEAD_DIM : kByColumns ? kDqWidth / 2 : BLOCK_Q;
+// Of dQ, what a warpgroup computes: 64 rows, or half of the columns.
+constexpr bool kByColumns = BLOCK_Q == 64;
+constexpr int kDqWidth = kByColumns ? KTile::kWidth : HEAD_DIM;
+constexpr int kDqColumns = kByColumns ? kDqWidth / 2 : HEAD_DIM;
 constexpr int kDqPart = 64 * kDqColumns;  // numbers
-static_assert(kGroups * kDqPart == BLOCK_Q * kDqWidth, "dQ does not divide into two parts");
-static_assert(kByRows || kDqWidth % 128 == 0, "two slabs");
-static_assert(TURN % BLOCK_Q == 0, "whole tiles");
+static_assert(kByColumns ? kDqWidth == 128 : BLOCK_Q == 128, "whole slabs, 64 rows");
 // dV begins before dS is computed. Elsewhere P, both rounded and not, is more than registers hold.
 constexpr bool kEarly = kByColumns;
 
@@ -61,10 +57,10 @@ struct Shared {
   VTile::Storage v;
   Ring<QTile> q;
   Ring<OTile> dout;
-  STile::Storage ds[DS_STAGES];
-  __align__(16) float dq[kGroups][kDqPart];
+  STile::Storage ds[2];
+  __align__(16) float dq[DQ_STAGES][kGroups][kDqPart];
   Work work;
-  unsigned long long k_full, v_full, dq_full[kGroups], dq_empty[kGroups];
+  unsigned long long k_full, v_full, dq_full[2], dq_empty[DQ_STAGES];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
@@ -72,12 +68,14 @@ struct TensorMaps {
   TensorMap q, k, v, dout;
 };
 
-// Where the part of a tile of dQ that warpgroup `group` computes begins in memory: its fragments
-// one after another, of each the four numbers of each thread.
-DEVICE float* dq_part(const Params& p, int batch, int head, int q0, int group) {
+DEVICE long long dq_tile(const Params& p, int batch, int head, int q0) {
   const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
-  const long long tile = (static_cast<long long>(batch) * p.heads + head) * tiles + q0 / BLOCK_Q;
-  return p.dq_sum + (tile * kGroups + group) * kDqPart;
+  return (static_cast<long long>(batch) * p.heads + head) * tiles + q0 / BLOCK_Q;
+}
+// Where a tile of dQ begins in memory: its warpgroups' fragments one after another, of each the
+// four numbers of each thread.
+DEVICE float* dq_sum(const Params& p, long long tile) {
+  return p.dq_sum + tile * (kGroups * kDqPart);
 }
 
 extern "C" __global__ void row_delta(const Params p) { write_row_delta<ELEMENT, BLOCK_Q>(p); }
@@ -96,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
     barrier_init(k_full, 1), barrier_init(v_full, 1);
     shared.q.init(4 * kGroups), shared.dout.init(4 * kGroups);
-    for (int i = 0; i < kGroups; ++i)
-      barrier_init(dq_full + 8 * i, 4), barrier_init(dq_empty + 8 * i, 1);
+    for (int i = 0; i < 2; ++i) barrier_init(dq_full + 8 * i, 4 * kGroups);
+    for (int i = 0; i < DQ_STAGES; ++i) barrier_init(dq_empty + 8 * i, 1);
     barrier_init_fence();
     shared.work = Work(p, p.section);
   }
@@ -118,30 +116,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
         shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
       }
-    } else if (role <= kGroups) {
-      const int group = role - 1, turns = (p.sq + TURN - 1) / TURN;
+    } else if (role <= 2) {
+      // Every other tile each: one waits until its numbers are added while the other adds.
+      const int parity = role - 1;
 #pragma unroll 1
       for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
-        int* const counter =
-            p.counters +
-            ((static_cast<long long>(work.batch) * p.heads + q_head) * turns + q0 / TURN) *
-                kGroups +
-            group;
-        barrier_wait(dq_full + 8 * group, i % 2);
-        if (DETERMINISTIC && (q0 == work.q_last || (q0 + BLOCK_Q) % TURN == 0)) {
-          const int turn = work.turn(p, q0 / TURN * TURN);
-          while (load_acquire(counter) != turn) continue;
-          fence_async();
+        if (i % 2 != parity) continue;
+        const long long tile = dq_tile(p, work.batch, q_head, q0);
+        barrier_wait(dq_full + 8 * parity, i / 2 % 2);
+        if (p.counters) {
+          const int turn = work.turn(p, q0);
+          while (load_acquire(p.counters + tile) != turn) continue;
+          fence_async_global();
         }
-        bulk_add(dq_part(p, work.batch, q_head, q0, group),
-                 dq_parts + group * kDqPart * sizeof(float), kDqPart * sizeof(float));
+        constexpr int kBytes = kGroups * kDqPart * sizeof(float);
+        bulk_add(dq_sum(p, tile), dq_parts + i % DQ_STAGES * kBytes, kBytes);
         bulk_wait_read();
-        barrier_arrive(dq_empty + 8 * group);
-        if (DETERMINISTIC && (q0 == work.q_first || q0 % TURN == 0)) {
+        barrier_arrive(dq_empty + 8 * (i % DQ_STAGES));
+        if (p.counters) {
           bulk_wait();
-          fence_async();
+          fence_async_global();
           fence();
-          count_up(counter);
+          count_up(p.counters + tile);
         }
       }
     }
@@ -151,13 +147,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   const int group = threadIdx.x / 128;
   const Scores scores(p.scale, p.softcap);
-  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByRows ? kDqColumns / 8 : 1][4];
+  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByColumns ? 1 : kDqColumns / 8][4];
   // In the registers of S, by name: the compiler would find others, which there are not.
   auto& dq = [&]() -> auto& {
-    if constexpr (kByRows)
-      return own_dq;
-    else
+    if constexpr (kByColumns)
       return s[0];
+    else
+      return own_dq;
   }();
   float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
   unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
@@ -196,19 +192,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dk[0], ds_rounded[j], q + rows_at(j));
     wgmma_commit();
   };
-  auto multiply_sk = [&](int buffer) {  // dQ = dS K, or the transpose of it
-    const unsigned ds_tile = ds_tiles + buffer * sizeof(STile::Storage);
-    const int columns = kByRows ? 0 : group * (kDqWidth / 2 / 64) * KTile::kSlabBytes;
+  auto multiply_sk = [&](int i) {  // dQ = dS K
+    const unsigned ds_tile = ds_tiles + i % 2 * sizeof(STile::Storage);
+    const int columns = kByColumns ? group * KTile::kSlabBytes : 0;
     const unsigned k = hidden(operand(k_tile + columns, KTile::kSlabBytes));
-    const unsigned ds_operand = hidden(operand(ds_tile + (kByRows ? group * 64 * 128 : 0)));
+    const unsigned ds_operand = hidden(operand(ds_tile + (kByColumns ? 0 : group * 64 * 128)));
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < BLOCK_K / 16; ++j) {
-      if constexpr (kByRows || kByColumns)
-        wgmma<true>(dq, ds_operand + columns_at<STile>(j), k + rows_at(j), j > 0);
-      else
-        wgmma<false, true>(dq, k + rows_at(j), ds_operand + columns_at<STile>(j), j > 0);
-    }
+    for (int j = 0; j < BLOCK_K / 16; ++j)
+      wgmma<true>(dq, ds_operand + columns_at<STile>(j), k + rows_at(j), j > 0);
     wgmma_commit();
   };
 
@@ -217,15 +209,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int key0 = work.k0 + 64 * group;  // this warpgroup's
   const Bounds first = work.queries(p, key0);
   const Bounds last = work.queries(p, min(key0 + 64, p.sk) - 1);
-  // Hand dQ of the tile numbered i to the adding thread.
+  // Hand dQ of the tile numbered i to an adding thread.
   auto pass_on_dq = [&](int i) {
-    barrier_wait(dq_empty + 8 * group, i % 2 ^ 1);
-    const unsigned part = dq_parts + group * kDqPart * sizeof(float) + threadIdx.x % 128 * 16;
+    const int stage = i % DQ_STAGES;
+    barrier_wait(dq_empty + 8 * stage, i / DQ_STAGES % 2 ^ 1);
+    const unsigned part =
+        dq_parts + (stage * kGroups + group) * kDqPart * sizeof(float) + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
     fence_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(dq_full + 8 * group);
+    if (threadIdx.x % 32 == 0) barrier_arrive(dq_full + 8 * (i % 2));
   };
   // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
   auto differentiate = [&](int i) {
@@ -269,9 +263,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
     if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
-    if constexpr (DS_STAGES == 1) named_sync(1, kComputing);  // dQ of the tile before is computed
     const unsigned ds_tile =
-        transposed_origin<STile>(ds_tiles + i % DS_STAGES * sizeof(STile::Storage), group * 8);
+        transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
     // Step by step to the end: that takes the fewest registers.
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 16; ++j) {
@@ -298,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0;;) {
       if constexpr (!kEarly) multiply_po(i);
       named_sync(1, kComputing);  // dS is there
-      multiply_sk(i % DS_STAGES);
+      multiply_sk(i);
       multiply_sq(i);
       wgmma_wait<1>();
       shared.dout.release(i);
@@ -325,30 +318,16 @@ extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Param
   const int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, q0 = blockIdx.x % tiles * BLOCK_Q;
   const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
   const int group = threadIdx.x / 128;
-  const float* part = dq_part(p, batch, head, q0, group) + threadIdx.x % 128 * 4;
-  const float scale = p.scale;
-  float dq[1][kDqColumns / 8][4];
+  const float* part = dq_sum(p, blockIdx.x) + group * kDqPart + threadIdx.x % 128 * 4;
+  float dq[kDqColumns / 8][4];
 #pragma unroll
-  for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
+  for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[n], part + n * 128 * 4);
   Slice rows(p.dq, batch, head);
-  if constexpr (kByRows || kByColumns) {
-    const int column = kByColumns ? group * kDqWidth / 2 : 0;
-    rows.data += column * rows.column;
+  const int column = kByColumns ? group * kDqColumns : 0;
+  rows.data += column * rows.column;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = q0 + fragment_row<1>(0, r) - (kByColumns ? 64 * group : 0);
-      store_row<VECTOR>(rows, dq[0], r, scale, row, p.sq, p.d - column);
-    }
-  } else {
-    extern __shared__ __align__(1024) char memory[];
-    unsigned rounded[kDqColumns / 16][4];
-    scale_by(dq, scale);
-    round_to_operands(rounded, dq[0]);
-    const unsigned tile = transposed_origin<QTile>(shared_address(memory), group * (kDqWidth / 16));
-#pragma unroll
-    for (int j = 0; j < kDqColumns / 16; ++j)
-      store_matrices_transposed(QTile::part(tile, j, 0), rounded[j]);
-    __syncthreads();
-    QTile::store<VECTOR>(rows, shared_address(memory), q0, p.sq, p.d);
+  for (int r = 0; r < 2; ++r) {
+    const int row = q0 + fragment_row<1>(0, r) - (kByColumns ? 64 * group : 0);
+    store_row<VECTOR>(rows, dq, r, static_cast<float>(p.scale), row, p.sq, p.d - column);
   }
 }

@@ -48,6 +48,12 @@ DEVICE float to_float<BFloat16>(unsigned short bits) {
   return __uint_as_float(static_cast<unsigned>(bits) << 16);
 }
 
+DEVICE float log2_approx(float x) {  // 2^-22 absolutely, between 1/2 and 2; else 1 ulp
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 DEVICE float exp2_approx(float x) {  // 2 ulp; 2^-inf = 0
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));

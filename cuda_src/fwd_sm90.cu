@@ -18,7 +18,7 @@
 //
 // Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q (64 a
 // computing warpgroup), BLOCK_K, STAGES, Q_STAGES (buffers for Q), TRANSFORM (softmax.cuh), VECTOR
-// (1: rows of `out` are 16-byte aligned 8-element groups; 0: any strides).
+// (1: `out` has a tensor map, and goes through shared memory; 0: any strides).
 // Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
 #include "hopper.cuh"
 #include "softmax.cuh"
@@ -40,9 +40,13 @@ using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
 using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
 using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
 
+// Of the output of a warpgroup, slabs of 64 columns, by turns.
+using OutTile = Tile<64, 64 * (VALUE_DIM > 64 ? 2 : 1), 128>;
+
 using Work = QueryWork<BLOCK_Q, BLOCK_K>;
 
 struct Shared {
+  OutTile::Storage out[kGroups];
   QTile::Storage q[Q_STAGES];
   KTile::Storage k[STAGES];
   VTile::Storage v[STAGES];
@@ -54,22 +58,53 @@ struct Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 struct TensorMaps {
-  TensorMap q, k, v;
+  TensorMap q, k, v, out;
 };
 
-// Normalise and write the output, and lse.
-template <int kM>
-DEVICE void store(const Params& p, const Work& work, OnlineSoftmax<kM>& softmax,
-                  const float (&o)[kM][VALUE_DIM / 8][4], float unit) {
+// Write lse, normalise and write the output. `tile`: the warpgroup's buffer; `copies`: this thread
+// starts its tensor copies.
+DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool copies,
+                  const Work& work, OnlineSoftmax<1>& softmax,
+                  const float (&o)[1][VALUE_DIM / 8][4], float unit) {
+  const int group = threadIdx.x / 128;
   float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
-  const Slice out(p.out, work.batch, work.head);
+  float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float row_lse;
-    const float inverse = softmax.finish(0, r, unit, row_lse);
+    inverse[r] = softmax.finish(0, r, unit, row_lse);
     const int row = work.q0 + fragment_row<1>(0, r);
     if (fragment_column() == 0 && row < p.sq) lse[row] = row_lse;
-    store_row<VECTOR>(out, o[0], r, inverse, row, p.sq, p.v_width);
+  }
+  if constexpr (VECTOR) {
+    if (copies) bulk_wait_read();  // what is in the buffer has been read
+    named_sync(1 + group, 128);
+#pragma unroll
+    for (int slab = 0; slab < slabs(VALUE_DIM); ++slab) {
+      const unsigned buffer = tile + slab % 2 * OutTile::kSlabBytes;
+      const unsigned origin = stored_origin<OutTile>(buffer);
+#pragma unroll
+      for (int i = 4 * slab; i < min(4 * slab + 4, VALUE_DIM / 16); ++i) {
+        unsigned words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float (&two)[4] = o[0][2 * i + j / 2];
+          words[j] =
+              pack<ELEMENT>(two[j % 2 * 2] * inverse[j % 2], two[j % 2 * 2 + 1] * inverse[j % 2]);
+        }
+        store_matrices(OutTile::part(origin, 0, i % 4), words);
+      }
+      fence_async();
+      // The other buffer is what the next slab is written to.
+      if (copies && 0 < slab && slab + 1 < slabs(VALUE_DIM)) bulk_wait_read();
+      named_sync(1 + group, 128);
+      if (copies) tensor_store(map, buffer, slab * 64, work.q0 + 64 * group, work.head, work.batch);
+    }
+  } else {
+    const Slice out(p.out, work.batch, work.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_row<false>(out, o[0], r, inverse[r], work.q0 + fragment_row<1>(0, r), p.sq, p.v_width);
   }
 }
 
@@ -87,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == kComputing) {
     prefetch(maps.q), prefetch(maps.k), prefetch(maps.v);
+    if (VECTOR) prefetch(maps.out);
     for (int i = 0; i < Q_STAGES; ++i)
       barrier_init(q_full + 8 * i, 1), barrier_init(q_empty + 8 * i, 4 * kGroups);
     for (int i = 0; i < STAGES; ++i) {
@@ -139,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   registers_raise<kComputingRegisters>();
 
   const int group = threadIdx.x / 128;
-  const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+  const bool speaks = threadIdx.x % 32 == 0, copies = threadIdx.x % 128 == 0;  // for its warp
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
   unsigned probabilities[BLOCK_K / 16][4];
@@ -161,25 +197,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wgmma_commit();
   };
   // Start O += P V, for the block of the turn before.
+  bool adds = false;  // else O = P V
   auto multiply_pv = [&] {
     const int stage = (turn - 1) % STAGES;
     barrier_wait(v_full + 8 * stage, (turn - 1) / STAGES % 2);
     const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i) wgmma<true>(o[0], probabilities[i], v + rows_at(i));
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+      wgmma<true>(o[0], probabilities[i], v + rows_at(i), i > 0 || adds);
     wgmma_commit();
+    adds = true;
   };
   auto round = [&] { round_to_operands(probabilities, s[0]); };
 
   int wary = 0;  // key blocks for which maxima are looked for
-  if (threadIdx.x % 128 == 0) shared.patience[group] = 8;
+  if (copies) shared.patience[group] = 8;
 
   for (;; ++job) {
     const int slot = job % Q_STAGES;
     barrier_wait(q_full + 8 * slot, job / Q_STAGES % 2);
     const Work& work = shared.work[slot];  // there, and not in registers
-    if (work.q0 < 0) return;
+    if (work.q0 < 0) break;
     const int k_stop = work.k_begin * BLOCK_K;
     int k0 = k_stop + (work.blocks - 1) * BLOCK_K;
     // Keys that some and keys that all queries of this warpgroup see.
@@ -195,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       release(v_empty + 8 * stage);
     }
     OnlineSoftmax<1> softmax;
-    clear(o);
+    adds = false;
     wary = max(wary, 1);  // no maximum is known yet
     auto mask = [&] {
       scores.transform(s);
@@ -217,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mask();
       wary = shared.patience[group];
       named_sync(1 + group, 128);
-      if (threadIdx.x % 128 == 0) shared.patience[group] = min(16 * wary, 1 << 20);
+      if (copies) shared.patience[group] = min(16 * wary, 1 << 20);
       exponentiate();
     };
 
@@ -260,8 +299,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_wait<0>();
       release(v_empty + 8 * ((turn - 1) % STAGES));
     } else {
+      clear(o);
       done = leave();
     }
-    store<1>(p, done, softmax, o, scores.unit);
+    store(p, maps.out, shared_address(&shared.out[group]), copies, done, softmax, o, scores.unit);
   }
+  if (VECTOR && copies) bulk_wait_read();  // shared memory must last as long
 }

@@ -66,6 +66,15 @@ DEVICE void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int
       "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 }
+// The other way, of what the fence below was called for; a group of its own.
+DEVICE void tensor_store(const TensorMap& map, unsigned from, int column, int row, int head,
+                         int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n"
+      "cp.async.bulk.commit_group;" ::"l"(&map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
 DEVICE void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -87,18 +96,25 @@ DEVICE void bulk_add(float* to, unsigned from, int bytes) {
       "r"(from), "r"(bytes)
       : "memory");
 }
-// Until all of this thread's groups have read what they add, and until it is added.
+// Until all of this thread's groups have read shared memory, and until what they do is done.
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Between this thread's loads and stores and what copies and products (wgmma) do to the same
-// memory.
-DEVICE void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// memory. One fence for both kinds of it took 1,000 clocks longer than that of shared memory.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // --- registers to shared memory and back, and from global memory
 
-// Four 8 x 8 matrices of 16-bit elements, each transposed: lane i gives the address of column i % 8
-// of matrix i / 8. The opposite of load_matrices_transposed.
+// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+// The opposite of load_matrices.
+DEVICE void store_matrices(unsigned address, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+// Each transposed: the addresses are those of columns.
 DEVICE void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -196,42 +212,44 @@ DEVICE void wgmma_wait() {
 
 // With a in shared memory, and with a in registers; i .. n number the operands after those of c.
 // Transposed: the summed index counts rows of the operand in memory.
-#define WGMMA(N, i, j, k, l, m, n)                                                               \
-  template <bool kTransposedB, bool kTransposedA = false>                                        \
-  DEVICE void wgmma(float (&c)[N / 8][4], unsigned a, unsigned b, bool add) {                    \
-    asm volatile("{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, %" #k                       \
-                 ", 0; "                                                                         \
-                 "mov.b64 a, {%" #i ", " UPPER "}; mov.b64 b, {%" #j ", " UPPER                  \
-                 "}; "                                                                           \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES(ELEMENT) " {" NAMES_##N \
-                 "}, a, b, add, 1, 1, %" #m ", %" #l "; }"                                       \
-                 : C_##N                                                                         \
-                 : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(kTransposedB),                \
-                   "n"(kTransposedA));                                                           \
-  }                                                                                              \
-  template <bool kTransposedB>                                                                   \
-  DEVICE void wgmma(float (&c)[N / 8][4], const unsigned (&a)[4], unsigned b) {                  \
-    asm volatile("{ .reg .b64 b; mov.b64 b, {%" #m ", " UPPER                                    \
-                 "}; "                                                                           \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES(ELEMENT) " {" NAMES_##N \
-                 "}, {%" #i ", %" #j ", %" #k ", %" #l "}, b, 1, 1, 1, %" #n "; }"               \
-                 : C_##N                                                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kTransposedB));       \
+#define WGMMA(N, i, j, k, l, m, n, o)                                                              \
+  template <bool kTransposedB>                                                                     \
+  DEVICE void wgmma(float (&c)[N / 8][4], unsigned a, unsigned b, bool add) {                      \
+    asm volatile("{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, %" #k                         \
+                 ", 0; "                                                                           \
+                 "mov.b64 a, {%" #i ", " UPPER "}; mov.b64 b, {%" #j ", " UPPER                    \
+                 "}; "                                                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES(ELEMENT) " {" NAMES_##N   \
+                 "}, a, b, add, 1, 1, 0, %" #l "; }"                                               \
+                 : C_##N                                                                           \
+                 : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(kTransposedB));                 \
+  }                                                                                                \
+  template <bool kTransposedB>                                                                     \
+  DEVICE void wgmma(float (&c)[N / 8][4], const unsigned (&a)[4], unsigned b, bool add = true) {   \
+    asm volatile("{ .reg .pred add; .reg .b64 b; setp.ne.b32 add, %" #n                            \
+                 ", 0; "                                                                           \
+                 "mov.b64 b, {%" #m ", " UPPER                                                     \
+                 "}; "                                                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES(ELEMENT) " {" NAMES_##N   \
+                 "}, {%" #i ", %" #j ", %" #k ", %" #l "}, b, add, 1, 1, %" #o "; }"               \
+                 : C_##N                                                                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(add)), \
+                   "n"(kTransposedB));                                                             \
   }
 
-WGMMA(16, 8, 9, 10, 11, 12, 13)
-WGMMA(32, 16, 17, 18, 19, 20, 21)
-WGMMA(48, 24, 25, 26, 27, 28, 29)
-WGMMA(64, 32, 33, 34, 35, 36, 37)
-WGMMA(80, 40, 41, 42, 43, 44, 45)
-WGMMA(96, 48, 49, 50, 51, 52, 53)
-WGMMA(112, 56, 57, 58, 59, 60, 61)
-WGMMA(128, 64, 65, 66, 67, 68, 69)
-WGMMA(144, 72, 73, 74, 75, 76, 77)
-WGMMA(160, 80, 81, 82, 83, 84, 85)
-WGMMA(176, 88, 89, 90, 91, 92, 93)
-WGMMA(192, 96, 97, 98, 99, 100, 101)
-WGMMA(208, 104, 105, 106, 107, 108, 109)
-WGMMA(224, 112, 113, 114, 115, 116, 117)
-WGMMA(240, 120, 121, 122, 123, 124, 125)
-WGMMA(256, 128, 129, 130, 131, 132, 133)
+WGMMA(16, 8, 9, 10, 11, 12, 13, 14)
+WGMMA(32, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(48, 24, 25, 26, 27, 28, 29, 30)
+WGMMA(64, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(80, 40, 41, 42, 43, 44, 45, 46)
+WGMMA(96, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(112, 56, 57, 58, 59, 60, 61, 62)
+WGMMA(128, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(144, 72, 73, 74, 75, 76, 77, 78)
+WGMMA(160, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(176, 88, 89, 90, 91, 92, 93, 94)
+WGMMA(192, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(208, 104, 105, 106, 107, 108, 109, 110)
+WGMMA(224, 112, 113, 114, 115, 116, 117, 118)
+WGMMA(240, 120, 121, 122, 123, 124, 125, 126)
+WGMMA(256, 128, 129, 130, 131, 132, 133, 134)

@@ -60,6 +60,13 @@ DEVICE unsigned transposed_origin(unsigned tile, int g) {
   return T::address(tile, lane / 16 * 8 + lane % 8, g + 2 * warp + lane / 8 % 2);
 }
 
+// Where a lane stores it with store_matrices: rows and columns are those of the tile.
+template <class T>
+DEVICE unsigned stored_origin(unsigned tile) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  return T::address(tile, warp * 16 + lane % 16, lane / 16);
+}
+
 // One of a thread's two rows of accumulators, times a factor, as row `row` of an array that has so
 // many rows and columns. (These are a launch's parameters, and take no registers as references.)
 template <bool kVector, int kN>

@@ -161,7 +161,9 @@ def flash_attention_grad(
     dlse : array, shape (..., H, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype.
     deterministic : bool, optional
-        Ask for bitwise repeatable gradients. All backends always give them.
+        Ask for bitwise repeatable gradients. All backends give them without, except raw CUDA for
+        16-bit dtypes of widths up to 128 on Hopper, where batch entries times heads are fewer than
+        16: there blocks add to dq as they come, which is 1.4 times faster.
 
     Returns
     -------
@@ -199,7 +201,8 @@ def flash_attention_grad(
         dq, dk, dv = [empty_in_order(x, x.shape) for x in (q4, k4, v4)]
         operands = on_axes(4, dout), q4, k4, v4, on_axes(4, out), on_axes(3, lse)
         dlse3 = None if dlse is None else on_axes(3, dlse)
-        plan.backend.backward(plan.problem, plan.config, *operands, dlse3, dq, dk, dv)
+        backward = plan.backend.backward
+        backward(plan.problem, plan.config, deterministic, *operands, dlse3, dq, dk, dv)
         return AttentionGrads(shaped(dq, q.shape), shaped(dk, k.shape), shaped(dv, v.shape))
 
 

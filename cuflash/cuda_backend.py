@@ -46,16 +46,18 @@ class HopperTiles(NamedTuple):
 
     resident: int
     streamed: int
+    stages: int = 2  # buffers for K, and for V
 
 
 class HopperBackward(NamedTuple):
     """Of a backward pass on Hopper, where 128 keys stay with a block: queries that stream past."""
 
     streamed: int
-    ds_stages: int = 2  # buffers for dS
-    turn: int = 1  # tiles of queries before the next block's turn at dQ
+    dq_stages: int  # buffers for dQ
     together: int = 32  # heads that are worked on at a time
-    deterministic: bool = True  # blocks take turns at dQ
+    # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: they
+    # cost 1 to 6 % there, and 30 % with 2 heads.
+    turns_from: int = 16
 
 
 class HopperTwoPass(NamedTuple):
@@ -95,15 +97,19 @@ _FORWARD_16 = {
 # On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 4096,
 # full, beside cuDNN in the same run.
 FORWARD_HOPPER = {
-    64: HopperTiles(192, 128),  # 559, cuDNN 484; 505 with 128 queries
+    64: HopperTiles(192, 128, 4),  # 559, cuDNN 484; 505 with 128 queries
     128: HopperTiles(128, 128),  # 742, cuDNN 681; 96 keys at a time were 15 % slower
     192: HopperTiles(128, 80),
     256: HopperTiles(128, 64),  # 819, cuDNN 736; 785 with 80
 }
+# Under a mask with few keys smaller blocks of them compute less for nothing.
+FORWARD_HOPPER_SHORT = {
+    128: HopperTiles(128, 64, 4)
+}  # causal, S = 512: 359; 344 with the row above
 # The same with S = 8192, full / causal.
 BACKWARD_HOPPER: dict[int, OnHopper] = {
-    64: HopperBackward(128, 2),  # 305 / 386, cuDNN 459 / 403; 300 / 381 with one buffer for dS
-    128: HopperBackward(80, 2),  # 375 / 418, cuDNN 561 / 494; 348 / 370 with 64 queries
+    64: HopperBackward(128, 1),
+    128: HopperBackward(64, 2),
     192: HopperTwoPass(80, 64),  # 452 / 447, cuDNN 343 / 327; 436 / 430 with 64 queries
     256: HopperTwoPass(64, 48),  # 443 / 431, cuDNN 340 / 391; 409 / 417 with 32 keys
 }
@@ -257,18 +263,16 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     keys, queries = 128, tiles.streamed
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
-    if queries != 128:
+    if queries == 64:
         d = max(d, 96)  # two slabs
     shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
-    ds_and_dq = tiles.ds_stages * _slab_bytes(queries, keys), 4 * queries * _dq_width(d, tiles)
-    shared += sum(ds_and_dq) + KIB  # which tiles, and barriers
+    shared += 2 * _slab_bytes(queries, keys)  # dS
+    shared += tiles.dq_stages * 4 * queries * _dq_width(d, tiles) + KIB  # which tiles, and barriers
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
         "BLOCK_Q": queries,
-        "DS_STAGES": tiles.ds_stages,
-        "TURN": tiles.turn * queries,
-        "DETERMINISTIC": int(tiles.deterministic),
+        "DQ_STAGES": tiles.dq_stages,
     }
 
     def step(entry):
@@ -277,11 +281,10 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     q_tiles = heads * -(-problem.sq // queries)
-    staged = 0 if queries in (64, 128) else _slab_bytes(queries, d)
     return [
         (step("row_delta"), -(-stats_rows(problem, tiles) // 8)),
         (step("bwd_sm90"), heads_kv * -(-problem.sk // keys)),
-        (step("store_dq")._replace(threads=256, shared_bytes=staged), q_tiles),
+        (step("store_dq")._replace(threads=256, shared_bytes=0), q_tiles),
     ]
 
 
@@ -320,7 +323,7 @@ def _rings_bytes(queries: int, d: int, dv: int) -> int:
 
 
 def _dq_width(width: int, tiles: HopperBackward) -> int:
-    """Of dQ in float32: two warpgroups share 128 queries, and of fewer queries two slabs."""
+    """Of dQ in float32: two warpgroups share 128 queries, and of 64 queries two slabs."""
     return _rounded_up(width, 32 if tiles.streamed == 128 else 128)
 
 
@@ -332,19 +335,20 @@ def _backward_width(width: int, tiles: Tiles) -> int:
 def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
     d, dv = _rounded_up(problem.d, 64), _rounded_up(problem.dv, 64)
     groups = tiles.resident // 64
-    stage = 2 * tiles.streamed * (d + dv) + 4 * 8  # and its barriers
+    out = 2 * tiles.resident * min(dv, 128)
+    k_and_v = tiles.stages * (2 * tiles.streamed * (d + dv) + 4 * 8)  # and barriers
     shared = {  # by the number of buffers for Q
-        n: _rounded_up(n * (2 * tiles.resident * d + 40) + 2 * stage + 4 * groups, KIB)
+        n: _rounded_up(n * (2 * tiles.resident * d + 40) + k_and_v + out + 4 * groups, KIB)
         for n in (1, 2)
     }
     q_stages = 2 if shared[2] <= 227 * KIB else 1
     macros = {
         "BLOCK_Q": tiles.resident,
         "BLOCK_K": tiles.streamed,
-        "STAGES": 2,
+        "STAGES": tiles.stages,
         "Q_STAGES": q_stages,
     }
-    all_tiles = Tiles(*tiles, warps=4 * groups + 4)
+    all_tiles = Tiles(tiles.resident, tiles.streamed, warps=4 * groups + 4)
     return _16_bit_variant(
         "fwd_sm90", "fwd_sm90", problem, all_tiles, vector, macros, shared[q_stages]
     )
@@ -420,7 +424,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
 
     if capability == 90 and problem.dtype in ELEMENTS:
         row = next(w for w in FORWARD_HOPPER if w >= width)
-        return Config(FORWARD_HOPPER[row], BACKWARD_HOPPER[row])
+        short = not _uniform(problem) and problem.sk <= 1024
+        forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
+        return Config(forward[row], BACKWARD_HOPPER[row])
     return Config(
         first(FORWARD, forward_bytes, forward_limit),
         first(BACKWARD, backward_bytes, shared_limit),
@@ -505,8 +511,10 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
     if not _uniform(problem):
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
-    boxes = tiles.resident, tiles.streamed, tiles.streamed
-    maps = (_tensor_maps(problem, boxes, layout[0][:3], tuple(pointers[:3])),)
+    # The kernel stores by a tensor map where it stores groups of eight elements at all.
+    mapped = 4 if plan.vector else 3
+    boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
+    maps = (_tensor_maps(problem, boxes[:mapped], layout[0][:mapped], tuple(pointers[:mapped])),)
     rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, maps)
 
@@ -534,13 +542,13 @@ def _aligned_copy(x: Any) -> Any:
 
 @functools.lru_cache(1024)
 def _tensor_maps(p: Problem, rows: tuple[int, ...], strides: tuple, pointers: tuple) -> Any:
-    """The CUtensorMap of q, k and v, and of dout if it is there, in a row, as kernels take them.
+    """The CUtensorMap of q, k, v and of out or dout, in a row, as kernels take them.
 
     Boxes are 64 columns wide, of 128 bytes, swizzled, and of so many rows; what lies outside of an
     array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
     encode = _driver().cuTensorMapEncodeTiled
-    memory = ctypes.create_string_buffer(64 + len(rows) * 128)
+    memory = ctypes.create_string_buffer(64 + 4 * 128)
     start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
     of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
     sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads)
@@ -571,7 +579,9 @@ def _driver() -> Any:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
-def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
+def backward(
+    problem: Problem, config: Config, deterministic: bool, dout, q, k, v, out, lse, dlse, dq, dk, dv
+) -> None:
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
@@ -597,10 +607,10 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
     rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
     if problem.dtype in ELEMENTS and not isinstance(tiles, HopperTwoPass):
-        sums, turns = sums_and_turns(problem, tiles)
+        sums, turns = sums_and_turns(problem, tiles, deterministic)
         zeros = cupy.ndarray(sums + turns, cupy.float32)
         zeros.data.memset_async(0, zeros.nbytes)
-        rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums]
+        rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums if turns else 0]
     _launch(plan, pointers, rows, maps)
 
 
@@ -617,11 +627,15 @@ def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
     return p.batch * p.heads * _rounded_up(p.sq, queries)
 
 
-def sums_and_turns(problem: Problem, tiles: Tiles | HopperBackward) -> tuple[int, int]:
+def sums_and_turns(
+    problem: Problem, tiles: Tiles | HopperBackward, deterministic: bool
+) -> tuple[int, int]:
     """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
-    q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
+    heads = problem.batch * problem.heads
+    q_tiles = heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperBackward):
-        width, counters = _dq_width(problem.d, tiles), 2
+        width = _dq_width(problem.d, tiles)
+        counters = int(deterministic or heads >= tiles.turns_from)
     else:
         width, counters = _backward_width(problem.d, tiles), tiles.warps
     return q_tiles * tiles.streamed * width, q_tiles * counters  # a turn is a tile or more
@@ -640,6 +654,7 @@ class Plan(NamedTuple):
     template: array.array
     # Kernel, grid, block, shared memory, and whether it takes tensor maps.
     launches: list[tuple[Any, tuple, tuple, int, bool]]
+    vector: bool  # whether rows are whole 16-byte groups
 
 
 @functools.lru_cache(4096)
@@ -651,7 +666,8 @@ def _forward_plan(
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
     variants = [(forward_variant(problem, tiles, vector), blocks)]
-    return Plan(_template(problem, strides, _section(problem)), _loaded(device, variants))
+    template = _template(problem, strides, _section(problem))
+    return Plan(template, _loaded(device, variants), vector)
 
 
 @functools.lru_cache(4096)
@@ -661,7 +677,7 @@ def _backward_plan(
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
     section = tiles.together if isinstance(tiles, OnHopper) else 0
-    return Plan(_template(problem, strides, section), _loaded(device, steps))
+    return Plan(_template(problem, strides, section), _loaded(device, steps), vector)
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:

@@ -75,7 +75,9 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     _launch("forward", problem, config, blocks, (q, k, v, out, lse), scalars)
 
 
-def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
+def backward(
+    problem: Problem, config: Config, deterministic: bool, dout, q, k, v, out, lse, dlse, dq, dk, dv
+) -> None:
     """Write `dq`, `dk` and `dv`."""
     xp = arrays.module_of(q)
     delta = xp.empty(q.shape[:-1], problem.compute)

@@ -119,7 +119,9 @@ class _State(NamedTuple):
         return self.m + np.log(self.l)
 
 
-def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq, dk, dv) -> None:
+def backward(
+    problem: Problem, config: Config, deterministic: bool, dout, q, k, v, out, lse, dlse, dq, dk, dv
+) -> None:
     """Write `dq`, `dk` and `dv`.
 
     A task walks every `shares`-th key block of one key/value head and returns its part of that

@@ -49,6 +49,7 @@ unsigned pack(float low, float high) {
   return rounded<T>(low) | static_cast<unsigned>(rounded<T>(high)) << 16;
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
 
 inline unsigned shared_address(const void* p) { return static_cast<const char*>(p) - memory; }
 template <class T>

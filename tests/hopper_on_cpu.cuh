@@ -89,6 +89,23 @@ inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int
   change(barrier, 0, -map.rows * 128);
 }
 
+inline void tensor_store(const TensorMap& map, unsigned from, int column, int row, int head,
+                         int batch) {
+  for (int i = 0; i < map.rows; ++i)
+    for (int j = 0; j < 64; ++j) {
+      const long long at[] = {column + j, row + i, head, batch};
+      bool inside = true;
+      char* to = const_cast<char*>(map.data);
+      for (int axis = 0; axis < 4; ++axis) {
+        inside &= 0 <= at[axis] && at[axis] < map.sizes[axis];
+        to += at[axis] * map.strides[axis];
+      }
+      if (inside)
+        *reinterpret_cast<unsigned short*>(to) =
+            shared<unsigned short>(swizzled(from + i * 128 + j * 2));
+    }
+}
+
 // --- copies of bytes in a row
 
 inline void bulk_load(unsigned to, const void* from, unsigned barrier, int bytes) {
@@ -101,9 +118,17 @@ inline void bulk_add(float* to, unsigned from, int bytes) {
 inline void bulk_wait_read() {}
 inline void bulk_wait() {}
 inline void fence_async() {}
+inline void fence_async_global() {}
 
 // --- registers to shared memory and back, and from global memory
 
+inline void store_matrices(unsigned address, const unsigned (&r)[4]) {
+  const int lane = threadIdx.x % 32;
+  with_lanes(address, [&](unsigned* rows) {
+    for (int m = 0; m < 4; ++m) shared<unsigned>(rows[8 * m + lane / 4] + lane % 4 * 4) = r[m];
+    return 0;
+  });
+}
 inline void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) {
   const int lane = threadIdx.x % 32;
   with_lanes(address, [&](unsigned* columns) {
@@ -155,15 +180,15 @@ void product(float (&c)[kN][4], A a, unsigned b) {
                    (kTransposedB ? transposed_element_of(b, column, k) : element_of(b, column, k));
     }
 }
-template <bool kTransposedB, bool kTransposedA = false, int kN>
+template <bool kTransposedB, int kN>
 void wgmma(float (&c)[kN][4], unsigned a, unsigned b, bool add) {
   if (!add) std::memset(c, 0, sizeof(c));
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  auto element = kTransposedA ? transposed_element_of : element_of;
-  product<kTransposedB>(c, [&](int half, int k) { return element(a, row + 8 * half, k); }, b);
+  product<kTransposedB>(c, [&](int half, int k) { return element_of(a, row + 8 * half, k); }, b);
 }
 template <bool kTransposedB, int kN>
-void wgmma(float (&c)[kN][4], const unsigned (&a)[4], unsigned b) {
+void wgmma(float (&c)[kN][4], const unsigned (&a)[4], unsigned b, bool add = true) {
+  if (!add) std::memset(c, 0, sizeof(c));
   with_lanes(Fragments{{a[0], a[1], a[2], a[3]}}, [&](Fragments* warp) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     product<kTransposedB>(

@@ -24,7 +24,7 @@ ARCHITECTURES = {
 #: fwd_sm90: of the copying thread, which at d = 64 has 32 registers; the others spill nothing.
 #: bwd_sm90: once at the end, with a softcap and results of any strides at d = 128.
 SPILLS = {
-    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 20,
+    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
     "bwd_sm90": 8, "bwd_sm90_kv": 0, "bwd_sm90_q": 0,
 }  # fmt: skip
 
@@ -44,7 +44,8 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
         forward += [
             cuda_backend.forward_variant(problem(width), tiles, vector)
-            for width, tiles in cuda_backend.FORWARD_HOPPER.items()
+            for table in (cuda_backend.FORWARD_HOPPER, cuda_backend.FORWARD_HOPPER_SHORT)
+            for width, tiles in table.items()
             for vector in (True, False)
         ]
     backward = [

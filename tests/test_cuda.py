@@ -27,9 +27,10 @@ def configs():
             for i in range(max(map(len, lists))):
                 tiles = (rows[min(i, len(rows) - 1)] for rows in lists)
                 yield dtype, width, cuda_backend.Config(*tiles)
-    for width, tiles in cuda_backend.FORWARD_HOPPER.items():
-        for dtype in cuda_backend.ELEMENTS:
-            yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
+    for table in (cuda_backend.FORWARD_HOPPER, cuda_backend.FORWARD_HOPPER_SHORT):
+        for width, tiles in table.items():
+            for dtype in cuda_backend.ELEMENTS:
+                yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
 
 
 def needs_hopper():
