@@ -94,7 +94,7 @@ DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, cons
 }
 
 extern "C" __global__ void row_delta(const Params p) {
-  write_delta<float, unsigned short>(p, to_float<Element>, [&](long long row) {
+  write_delta<float, unsigned short>(p, to_float<Element>, [&](long long row, int, int, int) {
     // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
     const float lse = static_cast<const float*>(p.lse)[row];
     static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;

@@ -14,7 +14,7 @@ struct Params {
   Array q, k, v, out, dout, dq, dk, dv;  // a forward launch has no use for the last four
   void *lse, *dlse, *lse_log2, *delta;   // (batch, heads, sq), contiguous; dlse may be null
   float* dq_sum;                         // of bwd_sm80: dQ in tiles
-  int* counters;  // from 0; bwd_sm80: turns taken at dq_sum; fwd_sm90: tiles given out, or null
+  int* counters;  // from 0; backward: turns taken at dQ; fwd_sm90: tiles given out, or null
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time

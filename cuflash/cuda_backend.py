@@ -111,10 +111,10 @@ _FORWARD_64 = {
 }
 _BACKWARD_64 = {
     # 20.6 / 20.5; 15.8 / 15.7; 15.3 / 15.2
-    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 2), _SMALL_64],
+    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL_64],
     128: [Tiles(64, 32, 8), _SMALL_64],  # 16.6 / 15.5
     # 14.4 / 14.5; 13.2 / 13.3
-    256: [Tiles(64, 32, 8, whole=False), Tiles(32, 32, 4, whole=False), _SMALL_64],
+    256: [Tiles(64, 32, 8, whole=False), _SMALL_64],
 }
 
 FORWARD = {
@@ -168,20 +168,19 @@ def backward_steps(problem: Problem, tiles: Tiles, vector: bool) -> list[tuple[V
 
 
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    def step(entry, keys=0, parts=1):
-        macros = {"KEYS": keys, "PARTS": parts}
+    def step(entry, parts):
         kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
-        stats = 2 * (tiles.streamed if keys else tiles.resident)  # lse and delta
+        stats = 2 * tiles.streamed  # lse and delta
+        macros = {"PARTS": parts}
         return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros, kept, stats)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
-    # Of dK (1) and dV (2): wide ones do not fit at once.
-    parts_of_kv = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
+    blocks = heads_kv * -(-problem.sk // tiles.resident)
+    # dK with dQ (1), and dV (2): wide ones do not fit at once.
+    parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
-        (step("row_delta"), -(-heads * problem.sq // 8)),
-        *((step("bwd_simt", 1, parts), heads_kv * k_blocks) for parts in parts_of_kv),
-        (step("bwd_simt"), heads * q_blocks),
+        (step("row_delta", parts[0]), -(-heads * problem.sq // 8)),
+        *((step("bwd_simt", part), blocks) for part in parts),
     ]
 
 
@@ -478,19 +477,21 @@ def backward(problem: Problem, config: Config, dout, q, k, v, out, lse, dlse, dq
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     plan = _backward_plan(q.data.device_id, problem, config.backward, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr, lse_log2, lse_log2 + lse.nbytes]
-    if problem.dtype in ELEMENTS:
-        sums, turns = sums_and_turns(problem, config.backward)
-        zeros = cupy.ndarray(sums + turns, cupy.float32)
-        zeros.data.memset_async(0, zeros.nbytes)
-        rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums]
+    sums, turns = sums_and_turns(problem, config.backward)
+    zeros = cupy.ndarray(sums + turns, cupy.float32)
+    zeros.data.memset_async(0, zeros.nbytes)
+    rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums]
     _launch(plan, pointers, rows)
 
 
 def sums_and_turns(problem: Problem, tiles: Tiles) -> tuple[int, int]:
-    """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
+    """Sizes of dQ as float32 tiles, for 16-bit dtypes, and of the counters of turns at dQ; both
+    begin as zeros."""
     q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.streamed)
-    width = _backward_width(problem.d, tiles)
-    return q_tiles * tiles.streamed * width, q_tiles * tiles.warps  # a turn is a tile or more
+    turns = q_tiles * tiles.warps  # a turn is a tile or more
+    if problem.dtype in REALS:
+        return 0, turns
+    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
