@@ -1,120 +1,174 @@
 // Backward for float32 and float64 on CUDA cores, at those dtypes' accuracy.
 //
-//   row_delta  a warp per row: delta = rowsum(dO * O) - dlse
-//   bwd_simt   a block per tile of rows; the others stream past.
-//              KEYS 1: rows are keys, the result dK and dV, for each key/value head
-//              KEYS 0: rows are queries, the result dQ, for each head
-// No atomics, results repeat bit for bit.
-// Options: as fwd_simt.cu; KEYS; PARTS: dK (1), dV (2), for KEYS 0: 1.
+//   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and dQ = 0
+//   bwd_simt   a block per tile of keys of a key/value head. dK and dV stay in registers, queries
+//              stream past, and what they get from these keys is added to dQ in memory
+//
+// All blocks of a head add to the same dQ. They take turns, in the order of their keys, so that
+// results repeat bit for bit: a turn is a tile of queries, and a counter for each turn and warp
+// (the same warp has the same part of dQ in every block) says how many blocks have added. A block
+// waits only for blocks with smaller indices; GPUs start blocks in the order of their indices,
+// though CUDA does not promise it, so those have started.
+// Options: as fwd_simt.cu; PARTS: dK and dQ (1), dV (2).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "delta.cuh"
 #include "simt.cuh"
 
 // dV alone has no use for the block's own values.
 constexpr int kMine = kHead + (PARTS & 1 ? kValue : 0);
-constexpr int kStats = KEYS ? STREAMED : kRows;  // queries that a tile of scores has
 struct Memory : Shared<kMine> {
-  Real stats[2][kStats];  // lse and delta
+  Real stats[2][STREAMED];  // lse and delta
 };
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
+// dQ of a slice: the grid of warps, and a thread's queries and columns, 4 and 8 apart.
+constexpr int kQueryWarps = WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
+constexpr int kQueries = STREAMED / (4 * kQueryWarps), kColumns = SLICE / (8 * kColumnWarps);
+static_assert(kQueries > 0 && kColumns > 0, "no grid of warps divides dQ");
+DEVICE int query_of(int i) {
+  return threadIdx.x / 32 % kQueryWarps * 4 * kQueries + 4 * i + lane_y();
+}
+DEVICE int slice_column_of(int j) {
+  return threadIdx.x / 32 / kQueryWarps * 8 * kColumns + 8 * j + lane_x();
+}
+
+// dq += ds^T keys: sums over all keys of the block, which both have in vectors. Columns are taken
+// there and back, as in accumulate(). In tiles of 64 keys, unrolled steps would spill registers.
+DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREAMED][pitch(kRows)],
+                          const Turned<kRows>& keys) {
+#pragma unroll kRows < 128 ? 1 : 4
+  for (int k = 0; k < kRows; k += kVector) {
+    Group a[kQueries], b[kColumns];
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) a[i] = group(ds[query_of(i)][k]);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) b[j] = group(keys[slice_column_of(j)][k]);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e)
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i)
+#pragma unroll
+        for (int m = 0; m < kColumns; ++m) {
+          const int j = i % 2 ? kColumns - 1 - m : m;
+          dq[i][j] += a[i].x[e] * b[j].x[e];
+        }
+  }
+}
+
 extern "C" __global__ void row_delta(const Params p) {
-  write_delta<Real, Real>(p, [](Real x) { return x; }, [](long long, long long) {});
+  write_delta<Real, Real>(
+      p, [](Real x) { return x; },
+      [&](long long, int batch, int head, int i) {
+        const Matrix dq(p.dq, batch, head);
+        for (int c = threadIdx.x % 32; c < p.d; c += 32) dq.at(i, c) = 0;
+      });
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {
   extern __shared__ __align__(16) char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
-  // Rows of this block's tile, and of what streams past.
-  const int rows = KEYS ? p.sk : p.sq, others = KEYS ? p.sq : p.sk;
-  const int heads = KEYS ? p.heads / p.group : p.heads;
-  const int tiles = (rows + kRows - 1) / kRows;
-  // Of all heads the first keys or the last queries first: under a causal mask they take longest.
-  const int tile = blockIdx.x / (heads * p.batch);
-  const int row0 = (KEYS ? tile : tiles - 1 - tile) * kRows;
+  const int heads = p.heads / p.group;
+  // Of all heads the first keys first: under a causal mask they take longest.
+  const int tile = blockIdx.x / (heads * p.batch), k0 = tile * kRows;
   const int head = blockIdx.x % heads, batch = blockIdx.x / heads % p.batch;
-  const int lo_shift = KEYS ? 1 - p.hi_shift : p.lo_shift,
-            hi_shift = KEYS ? 1 - p.lo_shift : p.hi_shift;
-  const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
-  const Bounds last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
-  const Matrix mine(KEYS ? p.k : p.q, batch, head), mine_value(KEYS ? p.v : p.dout, batch, head);
-
+  // Queries that see any of these keys, and those that see all.
+  const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
+  const Bounds first = k_bounds(k0, p.sq, lo_shift, hi_shift);
+  const Bounds last = k_bounds(min(k0 + kRows, p.sk) - 1, p.sq, lo_shift, hi_shift);
+  const Matrix k(p.k, batch, head), v(p.v, batch, head);
   const Score score(p);
 
-  // dK or dQ; and dV.
-  Out wide[PARTS & 1 ? kHead : 1], value[PARTS & 2 ? kValue : 1];
-  for (auto& part : wide) clear(part);
-  for (auto& part : value) clear(part);
+  Out dk[PARTS & 1 ? kHead : 1], dv[PARTS & 2 ? kValue : 1];
+  for (auto& part : dk) clear(part);
+  for (auto& part : dv) clear(part);
 
   // The tiles that stream past: of one query head after the other, where several share a key/value
-  // head.
+  // head. From the last to the first: under a causal mask blocks of a head begin with the same.
   struct Place {
-    int head, row0;
+    int head, q0;
   };
-  const int partners = KEYS ? p.group : 1;
-  const Place start = {KEYS ? head * partners : head / p.group, first.lo / STREAMED * STREAMED};
-  const int end =
-      start.row0 < last.hi ? start.head + partners : start.head;  // none where it sees none
+  const int lowest = first.lo / STREAMED * STREAMED;
+  const Place start = {head * p.group, (last.hi - 1) / STREAMED * STREAMED};
+  const int end = lowest < last.hi ? start.head + p.group : start.head;  // none if none sees any
 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
-  // Slice n of Q or K (wide), or of dO or V. `turned`: for a product with the block's own rows, of
-  // which the slice comes along if they do not stay.
-  const auto fetch_slice = [&](int buffer, Place at, int n, bool turned, bool is_wide) {
-    const Array& of = is_wide ? KEYS ? p.q : p.k : KEYS ? p.dout : p.v;
-    const Matrix theirs(of, batch, at.head);
-    const int width = is_wide ? p.d : p.v_width;
-    if (!WHOLE && turned)
-      fetch_turned<kRows>(shared.mine[buffer], is_wide ? mine : mine_value, row0, rows, n, width);
+  // Slice n of Q or dO. `turned`: for a product with the block's own rows, of which the slice comes
+  // along if they do not stay; so it does for dQ, beside the slice of Q for dK.
+  const auto fetch_slice = [&](int buffer, Place at, int n, bool turned, bool is_q) {
+    const Matrix theirs(is_q ? p.q : p.dout, batch, at.head);
+    const int width = is_q ? p.d : p.v_width;
+    if (!WHOLE && (turned || is_q))
+      fetch_turned<kRows>(shared.mine[buffer], is_q ? k : v, k0, p.sk, n, width);
     if (turned)
-      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.row0, others, n, width);
+      fetch_turned<STREAMED>(shared.theirs[buffer].turned, theirs, at.q0, p.sq, n, width);
     else
-      fetch(shared.theirs[buffer].straight, theirs, at.row0, others, n, width);
+      fetch(shared.theirs[buffer].straight, theirs, at.q0, p.sq, n, width);
     copies_commit();
   };
-  const auto fetch_wide = [&](int buffer, Place at, int n, bool turned) {
+  const auto fetch_q = [&](int buffer, Place at, int n, bool turned) {
     fetch_slice(buffer, at, n, turned, true);
   };
-  const auto fetch_value = [&](int buffer, Place at, int n, bool turned) {
+  const auto fetch_dout = [&](int buffer, Place at, int n, bool turned) {
     fetch_slice(buffer, at, n, turned, false);
   };
-  const auto fetch_stats = [&](int query0, int query_head) {
-    const long long row = first_row(p, batch, query_head) + query0;
-    for (int i = threadIdx.x; i < kStats; i += kThreads) {
-      const bool inside = query0 + i < p.sq;
+  const auto fetch_tile = [&](int buffer, Place at) {
+    const long long row = first_row(p, batch, at.head) + at.q0;
+    for (int i = threadIdx.x; i < STREAMED; i += kThreads) {
+      const bool inside = at.q0 + i < p.sq;
       copy_one(shared_address(&shared.stats[0][i]), static_cast<const Real*>(p.lse) + row + i,
                inside);
       copy_one(shared_address(&shared.stats[1][i]), static_cast<const Real*>(p.delta) + row + i,
                inside);
     }
+    fetch_q(buffer, at, 0, true);
   };
-  const auto fetch_tile = [&](int buffer, Place at) {
-    if (KEYS) fetch_stats(at.row0, at.head);
-    fetch_wide(buffer, at, 0, true);
+
+  // Lane 0 of a warp takes its turn at dQ, and passes it on once what was added is there. Of two
+  // warps that share a scheduler, one waits while the other multiplies.
+  const bool waits_first = threadIdx.x / 128 % 2;
+  int held = -1;
+  const auto take_turn = [&](Place at) {
+    if (threadIdx.x % 32 == 0) {
+      const int tiles = (p.sq + STREAMED - 1) / STREAMED;
+      held = ((batch * p.heads + at.head) * tiles + at.q0 / STREAMED) * WARPS +
+             static_cast<int>(threadIdx.x) / 32;
+      const int before = tile - k_bounds(at.q0, p.sk, p.lo_shift, p.hi_shift).lo / kRows;
+      while (load_acquire(p.counters + held) != before) continue;
+    }
+    __syncwarp();
+  };
+  const auto pass_turn = [&] {
+    __syncwarp();
+    if (held < 0) return;
+    fence();
+    count_up(p.counters + held);
+    held = -1;
   };
 
   if (WHOLE) {
-    for (int n = 0; n < kHead; ++n) fetch_turned<kRows>(shared.mine[n], mine, row0, rows, n, p.d);
+    for (int n = 0; n < kHead; ++n) fetch_turned<kRows>(shared.mine[n], k, k0, p.sk, n, p.d);
     for (int n = kHead; n < kMine; ++n)
-      fetch_turned<kRows>(shared.mine[n], mine_value, row0, rows, n - kHead, p.v_width);
+      fetch_turned<kRows>(shared.mine[n], v, k0, p.sk, n - kHead, p.v_width);
   }
-  if (!KEYS) fetch_stats(row0, head);
   if (start.head < end) fetch_tile(turn, start);
   for (Place at = start, next; at.head < end; at = next) {
-    next = {at.head, at.row0 + STREAMED};
-    if (next.row0 >= last.hi) next = {at.head + 1, start.row0};
+    next = {at.head, at.q0 - STREAMED};
+    if (next.q0 < lowest) next = {at.head + 1, start.q0};
     const auto fetch_next = [&](int buffer) {
       if (next.head < end) fetch_tile(buffer, next);
     };
-    // Sets to 0 what does not see each other.
+    // Sets to 0 what does not see each other. Keys that do not exist must not reach dQ either: 0
+    // times what they are may be NaN.
     const auto hide = [&](Scores& c) {
-      if (at.row0 >= last.lo && at.row0 + STREAMED <= first.hi) return;  // all do
+      if (at.q0 >= last.lo && at.q0 + STREAMED <= first.hi && k0 + kRows <= p.sk) return;
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
-        const Bounds seen = k_bounds(row0 + row_of(i), others, lo_shift, hi_shift);
+        const int key = k0 + row_of(i);
+        const Bounds seen = k_bounds(key, key < p.sk ? p.sq : 0, lo_shift, hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const int column = at.row0 + column_of(j);
-          if (column < seen.lo || column >= seen.hi) c[i][j] = 0;
+          const int query = at.q0 + column_of(j);
+          if (query < seen.lo || query >= seen.hi) c[i][j] = 0;
         }
       }
     };
@@ -126,9 +180,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
     for (int n = 0; n < kHead; ++n, turn ^= 1) {
       arrived();
       if (n + 1 < kHead)
-        fetch_wide(turn ^ 1, at, n + 1, true);
+        fetch_q(turn ^ 1, at, n + 1, true);
       else
-        fetch_value(turn ^ 1, at, 0, PARTS == 1);
+        fetch_dout(turn ^ 1, at, 0, PARTS == 1);
       accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
                  min(p.d - n * SLICE, SLICE));
     }
@@ -136,28 +190,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int j = 0; j < kS; ++j) {
-        const Real x = score(s[i][j]), lse = shared.stats[0][KEYS ? column_of(j) : row_of(i)];
+        const Real x = score(s[i][j]), lse = shared.stats[0][column_of(j)];
         // A row whose every score is -inf has no gradient: -inf + inf is NaN.
         s[i][j] = Exponential(1)(x - (lse == -kInfinity ? kInfinity : lse));
         slope[i][j] = score.slope(x);
       }
     hide(s);
 
+    if (waits_first) pass_turn();
     if (PARTS & 2) {
       put(shared.p, s);
 #pragma unroll
       for (int n = 0; n < kValue; ++n, turn ^= 1) {
         arrived();
         if (n + 1 < kValue)
-          fetch_value(turn ^ 1, at, n + 1, false);
+          fetch_dout(turn ^ 1, at, n + 1, false);
         else if (PARTS & 1)
-          fetch_value(turn ^ 1, at, 0, true);
+          fetch_dout(turn ^ 1, at, 0, true);
         else
           fetch_next(turn ^ 1);
-        accumulate(value[n], shared.p, shared.theirs[turn].straight, STREAMED);
+        accumulate(dv[n], shared.p, shared.theirs[turn].straight, STREAMED);
       }
     }
     if (PARTS & 1) {
+      if (!waits_first) pass_turn();
       // dP, then dS = P (dP - delta), times the softcap's slope.
       Scores ds;
       clear(ds);
@@ -165,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       for (int n = 0; n < kValue; ++n, turn ^= 1) {
         arrived();
         if (n + 1 < kValue)
-          fetch_value(turn ^ 1, at, n + 1, true);
+          fetch_dout(turn ^ 1, at, n + 1, true);
         else
-          fetch_wide(turn ^ 1, at, 0, false);
+          fetch_q(turn ^ 1, at, 0, false);
         accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
                    min(p.v_width - n * SLICE, SLICE));
       }
@@ -175,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const Real delta = shared.stats[1][KEYS ? column_of(j) : row_of(i)];
+          const Real delta = shared.stats[1][column_of(j)];
           ds[i][j] = s[i][j] * (ds[i][j] - delta) * slope[i][j];
         }
       hide(ds);
@@ -184,17 +240,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       for (int n = 0; n < kHead; ++n, turn ^= 1) {
         arrived();
         if (n + 1 < kHead)
-          fetch_wide(turn ^ 1, at, n + 1, false);
+          fetch_q(turn ^ 1, at, n + 1, false);
         else
           fetch_next(turn ^ 1);
-        accumulate(wide[n], shared.p, shared.theirs[turn].straight, STREAMED);
+        accumulate(dk[n], shared.p, shared.theirs[turn].straight, STREAMED);
+        if (n == 0 && waits_first) take_turn(at);
+        Real dq[kQueries][kColumns] = {};
+        accumulate_dq(dq, shared.p, shared.mine[WHOLE ? n : turn]);
+        if (n == 0 && !waits_first) take_turn(at);
+        const Matrix sum(p.dq, batch, at.head);
+        const int row = at.q0 + query_of(0), column = n * SLICE + slice_column_of(0);
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i)
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j)
+            add(&sum.at(row + 4 * i, column + 8 * j), dq[i][j] * score.scale,
+                row + 4 * i < p.sq && column + 8 * j < p.d);
       }
     }
   }
+  pass_turn();
 
   Real scale[kM], one[kM];
 #pragma unroll
   for (int i = 0; i < kM; ++i) scale[i] = score.scale, one[i] = 1;
-  if (PARTS & 1) store(Matrix(KEYS ? p.dk : p.dq, batch, head), wide, scale, row0, rows, p.d);
-  if (PARTS & 2) store(Matrix(p.dv, batch, head), value, one, row0, rows, p.v_width);
+  if (PARTS & 1) store(Matrix(p.dk, batch, head), dk, scale, k0, p.sk, p.d);
+  if (PARTS & 2) store(Matrix(p.dv, batch, head), dv, one, k0, p.sk, p.v_width);
 }

@@ -23,7 +23,8 @@
 //   the next tile begins (+ dK)
 //
 // With p.counters, as in bwd_sm80.cu, blocks of a head take turns at dQ, in the order of their
-// keys, so that results repeat bit for bit. The adding threads wait for them, and nobody else does.
+// keys, so that results repeat bit for bit; the first stores, and only counters must begin as
+// zeros. The adding threads wait for turns, and nobody else does.
 //
 // Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_Q (128; or 64, with HEAD_DIM of two
 // slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in bwd_sm80.cu).
@@ -123,14 +124,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
         if (i % 2 != parity) continue;
         const long long tile = dq_tile(p, work.batch, q_head, q0);
-        barrier_wait(dq_full + 8 * parity, i / 2 % 2);
-        if (p.counters) {
-          const int turn = work.turn(p, q0);
-          while (load_acquire(p.counters + tile) != turn) continue;
-          fence_async_global();
-        }
         constexpr int kBytes = kGroups * kDqPart * sizeof(float);
-        bulk_add(dq_sum(p, tile), dq_parts + i % DQ_STAGES * kBytes, kBytes);
+        const unsigned part = dq_parts + i % DQ_STAGES * kBytes;
+        const int turn = p.counters ? work.turn(p, q0) : -1;
+        barrier_wait(dq_full + 8 * parity, i / 2 % 2);
+        if (turn == 0) {
+          bulk_store(dq_sum(p, tile), part, kBytes);
+        } else {
+          if (p.counters) {
+            while (load_acquire(p.counters + tile) != turn) continue;
+            fence_async_global();
+          }
+          bulk_add(dq_sum(p, tile), part, kBytes);
+        }
         bulk_wait_read();
         barrier_arrive(dq_empty + 8 * (i % DQ_STAGES));
         if (p.counters) {
@@ -319,15 +325,18 @@ extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Param
   const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
   const int group = threadIdx.x / 128;
   const float* part = dq_sum(p, blockIdx.x) + group * kDqPart + threadIdx.x % 128 * 4;
-  float dq[kDqColumns / 8][4];
+  float dq[1][kDqColumns / 8][4];
+  if (p.counters && p.counters[blockIdx.x] == 0)  // queries that see no key
+    clear(dq);
+  else
 #pragma unroll
-  for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[n], part + n * 128 * 4);
+    for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
   Slice rows(p.dq, batch, head);
   const int column = kByColumns ? group * kDqColumns : 0;
   rows.data += column * rows.column;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = q0 + fragment_row<1>(0, r) - (kByColumns ? 64 * group : 0);
-    store_row<VECTOR>(rows, dq, r, static_cast<float>(p.scale), row, p.sq, p.d - column);
+    store_row<VECTOR>(rows, dq[0], r, static_cast<float>(p.scale), row, p.sq, p.d - column);
   }
 }

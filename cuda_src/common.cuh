@@ -136,8 +136,24 @@ DEVICE uint4 load_shared16(unsigned address) {
 
 // --- global memory that blocks add to in turns
 
+// Added where it is, in L2, and nobody waits for it. Nothing is where `valid` is false.
+DEVICE void add(float* to, float x, bool valid) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1; }" ::"l"(
+          to),
+      "f"(x), "r"(static_cast<int>(valid))
+      : "memory");
+}
+
+DEVICE void add(double* to, double x, bool valid) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f64 [%0], %1; }" ::"l"(
+          to),
+      "d"(x), "r"(static_cast<int>(valid))
+      : "memory");
+}
+
 // The four numbers of each lane of a warp, 512 bytes; nothing else knows in which order they lie.
-// Added where they are, in L2, and nobody waits for it.
 DEVICE void add_fragment(float* to, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -146,10 +162,7 @@ DEVICE void add_fragment(float* to, const float (&x)[4]) {
       : "memory");
 #else
 #pragma unroll
-  for (int e = 0; e < 4; ++e)
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + e * 32 + threadIdx.x % 32),
-                 "f"(x[e])
-                 : "memory");
+  for (int e = 0; e < 4; ++e) add(to + e * 32 + threadIdx.x % 32, x[e], true);
 #endif
 }
 

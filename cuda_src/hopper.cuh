@@ -88,7 +88,14 @@ DEVICE void bulk_load(unsigned to, const void* from, unsigned barrier, int bytes
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// Adds floats to those in global memory, in L2, and is a group of its own.
+// Stores, or adds floats to those in global memory, in L2, and is a group of its own.
+DEVICE void bulk_store(void* to, unsigned from, int bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
 DEVICE void bulk_add(float* to, unsigned from, int bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"

@@ -16,7 +16,7 @@ struct Params {
   // tiles of queries.
   void *lse, *dlse, *lse_log2, *delta;
   float* dq_sum;  // of bwd_sm80 and bwd_sm90: dQ in tiles
-  // From 0. Backward: turns taken at dq_sum; fwd_sm90: tiles given out. On Hopper it may be null.
+  // From 0. Backward: turns taken at dQ; fwd_sm90: tiles given out. On Hopper it may be null.
   int* counters;
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds

@@ -199,10 +199,13 @@ struct OnlineSoftmax {
 // multiple of kMultiple, and those get P = 0.
 template <class Element, int kMultiple>
 DEVICE void write_row_delta(const Params& p) {
-  write_delta<float, unsigned short, kMultiple>(
-      p, to_float<Element>, [&](long long row, long long at) {
-        // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0.
-        const float lse = at < 0 ? -kInfinity : static_cast<const float*>(p.lse)[at];
-        static_cast<float*>(p.lse_log2)[row] = lse == -kInfinity ? kInfinity : lse * kLog2e;
-      });
+  auto also = [&](long long row, int batch, int head, int i) {
+    if (threadIdx.x % 32) return;
+    // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0; so must one that
+    // does not exist.
+    const float* lse = static_cast<const float*>(p.lse) + first_row(p, batch, head);
+    const float of_row = i < p.sq ? lse[i] : -kInfinity;
+    static_cast<float*>(p.lse_log2)[row] = of_row == -kInfinity ? kInfinity : of_row * kLog2e;
+  };
+  write_delta<float, unsigned short, kMultiple>(p, to_float<Element>, also);
 }

@@ -94,24 +94,21 @@ _FORWARD_16 = {
     192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
 }
-# On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 4096,
-# full, beside cuDNN in the same run.
+# On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 8192,
+# full / causal, beside cuDNN in the same run; other rows in docs/kernels.md.
 FORWARD_HOPPER = {
-    64: HopperTiles(192, 128, 4),  # 559, cuDNN 484; 505 with 128 queries
-    128: HopperTiles(128, 128),  # 742, cuDNN 681; 96 keys at a time were 15 % slower
+    64: HopperTiles(192, 128, 4),  # 598 / 558, cuDNN 492 / 458
+    128: HopperTiles(128, 128),  # 746 / 713, cuDNN 680 / 611
     192: HopperTiles(128, 80),
-    256: HopperTiles(128, 64),  # 819, cuDNN 736; 785 with 80
+    256: HopperTiles(128, 64),  # 817 / 710, cuDNN 739 / 633
 }
-# Under a mask with few keys smaller blocks of them compute less for nothing.
-FORWARD_HOPPER_SHORT = {
-    128: HopperTiles(128, 64, 4)
-}  # causal, S = 512: 359; 344 with the row above
-# The same with S = 8192, full / causal.
+# Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
+FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
 BACKWARD_HOPPER: dict[int, OnHopper] = {
-    64: HopperBackward(128, 1),
-    128: HopperBackward(64, 2),
-    192: HopperTwoPass(80, 64),  # 452 / 447, cuDNN 343 / 327; 436 / 430 with 64 queries
-    256: HopperTwoPass(64, 48),  # 443 / 431, cuDNN 340 / 391; 409 / 417 with 32 keys
+    64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
+    128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
+    192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
+    256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
 _BACKWARD_16 = {
     64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
@@ -128,19 +125,18 @@ _BACKWARD_16 = {
     ],
 }  # fmt: skip
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
-# is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s of a kernel, all its products
-# counted, of 67 in float32 and 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
+# is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and 33 in
+# float64: H200, 16 heads, S = 4096 (2048 at 256), full.
 _SMALL = Tiles(64, 32, 4, slice=32, whole=False)
 _FORWARD_32 = {
     64: [Tiles(128, 64, 4), Tiles(128, 32, 4), _SMALL],  # 43; 41; (256, 64, 8) 44
     128: [Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 42; (128, 64, 8) 40
     256: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL],  # 38; 33
 }
-_BACKWARD_32 = {  # the pass for dK and dV / the pass for dQ
-    # 44 / 43; 43 / 42; 35 / 36
-    64: [Tiles(256, 32, 8), Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],
-    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL],  # 38 / 37; 36 / 35
-    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, whole=False), _SMALL],  # 27 / 27; 26 / 27
+_BACKWARD_32 = {
+    64: [Tiles(256, 32, 8), Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 37.8
+    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL],  # 33.5
+    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, whole=False), _SMALL],  # 22.3
 }
 _SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
 _FORWARD_64 = {
@@ -149,11 +145,9 @@ _FORWARD_64 = {
     256: [Tiles(64, 32, 8), Tiles(32, 32, 4, whole=False), _SMALL_64],  # 16.3
 }
 _BACKWARD_64 = {
-    # 20.6 / 20.5; 15.8 / 15.7; 15.3 / 15.2
-    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 2), _SMALL_64],
-    128: [Tiles(64, 32, 8), _SMALL_64],  # 16.6 / 15.5
-    # 14.4 / 14.5; 13.2 / 13.3
-    256: [Tiles(64, 32, 8, whole=False), Tiles(32, 32, 4, whole=False), _SMALL_64],
+    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL_64],  # 18.9
+    128: [Tiles(64, 32, 8), _SMALL_64],
+    256: [Tiles(64, 32, 8, whole=False), _SMALL_64],
 }
 
 FORWARD = {
@@ -213,20 +207,19 @@ def backward_steps(
 
 
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    def step(entry, keys=0, parts=1):
-        macros = {"KEYS": keys, "PARTS": parts}
+    def step(entry, parts):
         kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
-        stats = 2 * (tiles.streamed if keys else tiles.resident)  # lse and delta
+        stats = 2 * tiles.streamed  # lse and delta
+        macros = {"PARTS": parts}
         return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros, kept, stats)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    k_blocks, q_blocks = (-(-n // tiles.resident) for n in (problem.sk, problem.sq))
-    # Of dK (1) and dV (2): wide ones do not fit at once.
-    parts_of_kv = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
+    blocks = heads_kv * -(-problem.sk // tiles.resident)
+    # dK with dQ (1), and dV (2): wide ones do not fit at once.
+    parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
-        (step("row_delta"), -(-heads * problem.sq // 8)),
-        *((step("bwd_simt", 1, parts), heads_kv * k_blocks) for parts in parts_of_kv),
-        (step("bwd_simt"), heads * q_blocks),
+        (step("row_delta", parts[0]), -(-heads * problem.sq // 8)),
+        *((step("bwd_simt", part), blocks) for part in parts),
     ]
 
 
@@ -606,11 +599,12 @@ def backward(
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
     rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
-    if problem.dtype in ELEMENTS and not isinstance(tiles, HopperTwoPass):
-        sums, turns = sums_and_turns(problem, tiles, deterministic)
-        zeros = cupy.ndarray(sums + turns, cupy.float32)
-        zeros.data.memset_async(0, zeros.nbytes)
-        rows += [zeros.data.ptr, zeros.data.ptr + 4 * sums if turns else 0]
+    sums, turns = sums_and_turns(problem, tiles, deterministic)
+    if sums + turns:
+        numbers = cupy.ndarray(sums + turns, cupy.float32).data
+        start = 4 * sums if turns and isinstance(tiles, HopperBackward) else 0  # see bwd_sm90.cu
+        (numbers + start).memset_async(0, 4 * (sums + turns) - start)
+        rows += [numbers.ptr, numbers.ptr + 4 * sums if turns else 0]
     _launch(plan, pointers, rows, maps)
 
 
@@ -628,17 +622,20 @@ def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
 
 
 def sums_and_turns(
-    problem: Problem, tiles: Tiles | HopperBackward, deterministic: bool
+    problem: Problem, tiles: Tiles | OnHopper, deterministic: bool
 ) -> tuple[int, int]:
-    """Sizes of dQ as float32 tiles and of the counters of turns at it; both begin as zeros."""
+    """Sizes of dQ as float32 tiles and of the counters of turns at dQ."""
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
+    if isinstance(tiles, HopperTwoPass):
+        return 0, 0
     if isinstance(tiles, HopperBackward):
-        width = _dq_width(problem.d, tiles)
-        counters = int(deterministic or heads >= tiles.turns_from)
-    else:
-        width, counters = _backward_width(problem.d, tiles), tiles.warps
-    return q_tiles * tiles.streamed * width, q_tiles * counters  # a turn is a tile or more
+        turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
+        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns
+    turns = q_tiles * tiles.warps  # a turn is a tile or more
+    if problem.dtype in REALS:  # blocks add to the result itself
+        return 0, turns
+    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:

@@ -89,6 +89,10 @@ inline void store_shared(unsigned address, unsigned x) { shared<unsigned>(addres
 inline uint4 load_shared16(unsigned address) { return shared<uint4>(address); }
 
 // Blocks run one after another here, and never wait.
+template <class Real>
+void add(Real* to, Real x, bool valid) {
+  if (valid) *to += x;
+}
 inline void add_fragment(float* to, const float (&x)[4]) {
   for (int e = 0; e < 4; ++e) to[e * 32 + threadIdx.x % 32] += x[e];
 }

@@ -109,6 +109,8 @@ CASES = [
           causal="top_left"), Tiles(16, 32, 1, slice=32)),
     (case(20, 33, d=10, dv=40, batch=1, heads=2, heads_kv=1, dtype="float64", softcap=2.0),
      Tiles(16, 32, 1, slice=16, whole=False)),
+    (case(150, 130, d=16, dv=24, batch=1, heads=2, heads_kv=1, layout="contiguous",
+          window=(60, 10)), Tiles(16, 32, 1, slice=32)),
     (case(9, 3, d=8, dv=8, batch=1, heads=1, heads_kv=1, causal=True),
      Tiles(16, 32, 1, slice=32, whole=False)),
     (case(40, 37, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", causal=True),
@@ -151,9 +153,10 @@ def backward(backend, problem, tiles, run, out, lse):
     plan = backend._backward_plan(0, problem, tiles, *layout)
     lse_log2, delta = np.full((2, backend.stats_rows(problem, tiles)), np.nan, problem.compute)
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
-    if problem.dtype in backend.ELEMENTS and not isinstance(tiles, HopperTwoPass):
-        sums, turns = (np.zeros(n, "f4") for n in backend.sums_and_turns(problem, tiles, False))
-        rows += [sums.ctypes.data, turns.size and turns.ctypes.data]
+    sums, turns = (np.zeros(n, "f4") for n in backend.sums_and_turns(problem, tiles, False))
+    if turns.size and isinstance(tiles, HopperBackward):
+        sums[:] = np.nan  # the first block to add stores
+    rows += [sums.ctypes.data, turns.size and turns.ctypes.data]
     maps = ()
     if isinstance(tiles, backend.OnHopper):
         mapped = run.q, run.k, run.v, run.dout
