@@ -89,7 +89,7 @@ def test_gradients_repeat_fifty_times(causal, d, n, batch, heads, tiles_for):
         cupy.full(1 << 20, cupy.nan, "float32")
         again = run.backward(out, lse, deterministic=True, **options)
         assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
-    # Where nobody asks for that, blocks of few heads add to dQ in any order: it may round otherwise.
+    # Where nobody asks for that, blocks of few heads add to dQ in any order, which may show.
     want = first.dq.astype("float32")
     rounding = 2**-7 * abs(want) + 1e-5 * abs(want).max()
     for _ in range(50):
