@@ -70,7 +70,7 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
 
 
 def report(variant: cuda_backend.Variant, arch: str) -> tuple[int, int, list[str], str]:
-    """Registers, spilled bytes, serialisation warnings of ptxas, and what it assembled for Hopper."""
+    """Registers, spilled bytes, serialisation warnings of ptxas, and what Hopper is to run."""
     code, log = _compile.cubin(variant.file, variant.macros, arch)
     (part,) = (b for b in log.split("Compiling entry function")[1:] if f"'{variant.entry}'" in b)
     registers = int(re.search(r"Used (\d+) registers", part)[1])
