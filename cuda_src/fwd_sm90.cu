@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       if (work.q0 < 0) return;
       turn += blocks, ++job;
-      index = gridDim.x + (p.counters ? atomicAdd(p.counters, 1) : index);
+      index = gridDim.x + (p.tickets ? count_up_from(p.tickets) : index);
     }
   }
   registers_raise<kComputingRegisters>();

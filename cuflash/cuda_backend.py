@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
-PARAMS = struct.Struct("46q12i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), seven pointers, sizes, numbers.
+PARAMS = struct.Struct("47q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -505,7 +505,7 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
     if not _uniform(problem):
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
-    rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
+    rows = [lse.data.ptr, *[0] * 5, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, pointers)
 
 
@@ -597,12 +597,13 @@ def backward(
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
     rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
-    sums, turns = sums_and_turns(problem, tiles, deterministic)
+    sums, turns, tickets = workspace(problem, tiles, deterministic)
     if sums + turns:
-        numbers = cupy.ndarray(sums + turns, cupy.float32).data
-        start = 4 * sums if turns and isinstance(tiles, HopperBackward) else 0  # see bwd_sm90.cu
-        (numbers + start).memset_async(0, 4 * (sums + turns) - start)
-        rows += [numbers.ptr, numbers.ptr + 4 * sums if turns else 0]
+        numbers = cupy.ndarray(sums + turns + tickets, cupy.float32).data
+        start = 4 * sums if turns and tickets else 0  # see bwd_sm90.cu
+        (numbers + start).memset_async(0, 4 * (sums + turns + tickets) - start)
+        counters = numbers.ptr + 4 * sums
+        rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
     _launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
 
 
@@ -619,21 +620,21 @@ def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
     return p.batch * p.heads * _rounded_up(p.sq, queries)
 
 
-def sums_and_turns(
+def workspace(
     problem: Problem, tiles: Tiles | OnHopper, deterministic: bool
-) -> tuple[int, int]:
-    """Sizes of dQ as float32 tiles and of the counters of turns at dQ."""
+) -> tuple[int, int, int]:
+    """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperTwoPass):
-        return 0, 0
+        return 0, 0, 0
     if isinstance(tiles, HopperBackward):
         turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
-        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns
+        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
-        return 0, turns
-    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns
+        return 0, turns, 0
+    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns, 0
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
@@ -675,6 +676,9 @@ def _backward_plan(
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
     section, encoders = 0, []
+    if isinstance(tiles, HopperBackward):
+        most = _limits(device)[2]  # blocks that stay
+        steps = [(v, min(n, most) if v.entry == "bwd_sm90" else n) for v, n in steps]
     if isinstance(tiles, OnHopper):
         section, mapped = tiles.together, (*strides[:3], strides[4])
         encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles)]
@@ -719,7 +723,7 @@ def _turns(p: Problem) -> tuple[int, int]:
 
 def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (46 - len(words))
+    words += [0] * (47 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)
