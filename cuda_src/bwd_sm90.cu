@@ -18,7 +18,7 @@
 //                dq_empty                  writes its part of dQ, arrives at dq_full
 //   adding       k_full, for the work      arrives at work_empty
 //                dq_full                   adds that to dQ in memory, arrives at dq_empty
-//   named barrier 1: the computing ones; dS is there
+//   named barriers: 1, the computing ones: dS is there, or may be written; 2 + w: warpgroup w
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
 //   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin; dQ is passed on (+ dK); S of
@@ -65,11 +65,41 @@ struct Shared {
   Work work[2];
   unsigned long long k_full, v_full, kv_empty, work_empty[2], dq_full[2], dq_empty[DQ_STAGES];
 };
+static_assert(sizeof(STile::Storage) >= 64 * 128 * 2, "dK or dV of a warpgroup fits");
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 struct TensorMaps {
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v, dout, dk, dv;
 };
+
+// Write a warpgroup's rows of dK or dV, from row k0 on. `tile`: where they fit in shared memory,
+// and nobody reads any more; `copies`: this thread starts the tensor copies.
+template <int kWidth>
+DEVICE void store(const Array& array, const TensorMap& map, unsigned tile, bool copies, int k0,
+                  int head, int batch, const float (&c)[kWidth / 8][4], float factor, int rows,
+                  int width) {
+  const int group = threadIdx.x / 128;
+  if constexpr (VECTOR) {
+    using Rows = Tile<64, 64 * slabs(kWidth), 128>;
+    const float factors[2] = {factor, factor};
+    const unsigned origin = stored_origin<Rows>(tile);
+    if (copies) bulk_wait_read();  // what was there before has been read
+    named_sync(2 + group, 128);
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) store_columns<Rows>(origin, i, c, i, factors);
+    fence_async();
+    named_sync(2 + group, 128);
+    if (!copies) return;
+#pragma unroll
+    for (int slab = 0; slab < slabs(kWidth); ++slab)
+      tensor_store(map, tile + slab * Rows::kSlabBytes, slab * 64, k0 + 64 * group, head, batch);
+  } else {
+    const Slice to(array, batch, head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_row<false>(to, c, r, factor, k0 + fragment_row<1>(0, r), rows, width);
+  }
+}
 
 DEVICE long long dq_tile(const Params& p, int batch, int head, int q0) {
   const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
@@ -181,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   registers_raise<kComputingRegisters>();
 
   const int group = threadIdx.x / 128;
+  const bool copies = threadIdx.x % 128 == 0;
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByColumns ? 1 : kDqColumns / 8][4];
   // In the registers of S, by name: the compiler would find others, which there are not.
@@ -254,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int job = 0;; ++job) {
     barrier_wait(k_full, job % 2);
     const Work& work = shared.work[job % 2];
-    if (work.total < 0) return;
+    if (work.total < 0) break;
     int q_head = work.head * p.group, q0 = work.q_last;
     const int key0 = work.k0 + 64 * group;  // this warpgroup's
     const Bounds first = work.queries(p, key0);
@@ -305,6 +336,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
       if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
+      if (VECTOR && i == begin) {  // until dK and dV of the keys before have been read from there
+        if (copies) bulk_wait_read();
+        named_sync(1, kComputing);
+      }
       const unsigned ds_tile =
           transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
       // Step by step to the end: that takes the fewest registers.
@@ -348,16 +383,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(kv_empty);
 
-    const Slice dk_rows(p.dk, work.batch, work.head), dv_rows(p.dv, work.batch, work.head);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = work.k0 + fragment_row<1>(0, r);
-      store_row<VECTOR>(dk_rows, dk[0], r, static_cast<float>(p.scale), key, p.sk, p.d);
-      store_row<VECTOR>(dv_rows, dv[0], r, 1.0f, key, p.sk, p.v_width);
-    }
+    // By way of the buffers for dS, one for each.
+    if (VECTOR) named_sync(1, kComputing);
+    const unsigned buffer = ds_tiles + group * sizeof(STile::Storage);
+    store<HEAD_DIM>(p.dk, maps.dk, buffer, copies, work.k0, work.head, work.batch, dk[0],
+                    static_cast<float>(p.scale), p.sk, p.d);
+    store<VALUE_DIM>(p.dv, maps.dv, buffer, copies, work.k0, work.head, work.batch, dv[0], 1.0f,
+                     p.sk, p.v_width);
     __syncwarp();  // all lanes have read what the work was
     if (threadIdx.x % 32 == 0) barrier_arrive(work_empty + 8 * (job % 2));
   }
+  if (VECTOR && copies) bulk_wait_read();  // shared memory must last as long
 }
 
 extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Params p) {

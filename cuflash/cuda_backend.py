@@ -538,16 +538,16 @@ def _encoder(p: Problem, rows: tuple[int, ...], strides: tuple) -> Callable[...,
 def _tensor_maps(
     p: Problem, rows: tuple[int, ...], strides: tuple, *pointers: int
 ) -> tuple[Any, int]:
-    """The CUtensorMap of q, k, v and of out or dout, in a row, as kernels take them.
+    """The CUtensorMap of q, k, v, of out or dout, dk and dv, in a row, as kernels take them.
 
     Memory, and where in it they begin. Boxes are 64 columns wide, of 128 bytes, swizzled, and of so
     many rows; what lies outside of an array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
     encode = _driver().cuTensorMapEncodeTiled
-    memory = ctypes.create_string_buffer(64 + 4 * 128)
+    memory = ctypes.create_string_buffer(64 + 6 * 128)
     start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
     of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
-    sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads)
+    sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads), of_k, of_v
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
     for i, box in enumerate(rows):
         batch_stride, head_stride, row_stride, _ = strides[i]
@@ -604,13 +604,19 @@ def backward(
         (numbers + start).memset_async(0, 4 * (sums + turns + tickets) - start)
         counters = numbers.ptr + 4 * sums
         rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
-    _launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
+    _launch(plan, pointers, rows, backward_mapped(pointers))
 
 
-def backward_boxes(tiles: OnHopper) -> list[tuple[int, ...]]:
-    """For each kernel that copies by tensor maps: rows of a copy of q, k, v and dout."""
+def backward_mapped(all_arrays: Sequence) -> tuple:
+    """Of q, k, v, out, dout, dq, dk and dv, those that may have tensor maps."""
+    q, k, v, _, dout, _, dk, dv = all_arrays
+    return q, k, v, dout, dk, dv
+
+
+def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
+    """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
-        return [(tiles.streamed, 128, 128, tiles.streamed)]
+        return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
     return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
 
 
@@ -680,8 +686,8 @@ def _backward_plan(
         most = _limits(device)[2]  # blocks that stay
         steps = [(v, min(n, most) if v.entry == "bwd_sm90" else n) for v, n in steps]
     if isinstance(tiles, OnHopper):
-        section, mapped = tiles.together, (*strides[:3], strides[4])
-        encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles)]
+        section, mapped = tiles.together, backward_mapped(strides)
+        encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles, vector)]
     return Plan(_template(problem, strides, section), _loaded(device, steps, encoders))
 
 

@@ -171,7 +171,7 @@ def backward(backend, problem, tiles, run, out, lse):
     if turns.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
-    backend._launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
+    backend._launch(plan, pointers, rows, backend.backward_mapped(pointers))
     return dq, dk, dv
 
 
