@@ -1,8 +1,9 @@
 // Backward for float16 and bfloat16 on Hopper, of widths up to 128: tensor copies and wgmma.
 //
 //   row_delta  a warp per row: delta and lse in base 2, of each head whole tiles of queries
-//   bwd_sm90   a block per 128 keys of a key/value head. dK and dV stay in registers, queries
-//              stream past, and what they get from these keys is added to float32 dQ in memory
+//   bwd_sm90   as many blocks as multiprocessors, each with 128 keys of a key/value head, and then
+//              the next that nobody has. dK and dV stay in registers, queries stream past, and what
+//              they get from these keys is added to float32 dQ in memory
 //   store_dq   a block per tile of queries: dQ times the scale, as 16-bit numbers
 //
 // Two warpgroups compute, 64 keys each; of the third, one thread copies and two add to dQ:
@@ -12,11 +13,12 @@
 // The two share dQ, BLOCK_Q x HEAD_DIM, by rows where there are 128 queries, by columns with 64.
 //
 //   thread       waits for                 then
-//   copying      q_empty, o_empty          copies, which complete k_full, v_full, q_full, o_full
-//   computing    k, v, q, o_full           products; a lane of each warp arrives at q_, o_empty
+//   copying      kv_, q_, o_, work_empty   copies, which complete k_full, v_full, q_full, o_full
+//   computing    k, v, q, o_full           products; a lane of each warp arrives at *_empty
 //                dq_empty                  writes its part of dQ, arrives at dq_full
-//   adding       dq_full                   adds that to dQ in memory, arrives at dq_empty
-//   named barrier 1: the computing ones; dS is there
+//   adding       k_full, for the work      arrives at work_empty
+//                dq_full                   adds that to dQ in memory, arrives at dq_empty
+//   named barriers: 1, the computing ones: dS is there, or may be written; 2 + w: warpgroup w
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
 //   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin; dQ is passed on (+ dK); S of
@@ -60,14 +62,44 @@ struct Shared {
   Ring<OTile> dout;
   STile::Storage ds[2];
   __align__(16) float dq[DQ_STAGES][kGroups][kDqPart];
-  Work work;
-  unsigned long long k_full, v_full, dq_full[2], dq_empty[DQ_STAGES];
+  Work work[2];
+  unsigned long long k_full, v_full, kv_empty, work_empty[2], dq_full[2], dq_empty[DQ_STAGES];
 };
+static_assert(sizeof(STile::Storage) >= 64 * 128 * 2, "dK or dV of a warpgroup fits");
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 struct TensorMaps {
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v, dout, dk, dv;
 };
+
+// Write a warpgroup's rows of dK or dV, from row k0 on. `tile`: where they fit in shared memory,
+// and nobody reads any more; `copies`: this thread starts the tensor copies.
+template <int kWidth>
+DEVICE void store(const Array& array, const TensorMap& map, unsigned tile, bool copies, int k0,
+                  int head, int batch, const float (&c)[kWidth / 8][4], float factor, int rows,
+                  int width) {
+  const int group = threadIdx.x / 128;
+  if constexpr (VECTOR) {
+    using Rows = Tile<64, 64 * slabs(kWidth), 128>;
+    const float factors[2] = {factor, factor};
+    const unsigned origin = stored_origin<Rows>(tile);
+    if (copies) bulk_wait_read();  // what was there before has been read
+    named_sync(2 + group, 128);
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) store_columns<Rows>(origin, i, c, i, factors);
+    fence_async();
+    named_sync(2 + group, 128);
+    if (!copies) return;
+#pragma unroll
+    for (int slab = 0; slab < slabs(kWidth); ++slab)
+      tensor_store(map, tile + slab * Rows::kSlabBytes, slab * 64, k0 + 64 * group, head, batch);
+  } else {
+    const Slice to(array, batch, head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_row<false>(to, c, r, factor, k0 + fragment_row<1>(0, r), rows, width);
+  }
+}
 
 DEVICE long long dq_tile(const Params& p, int batch, int head, int q0) {
   const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
@@ -88,63 +120,90 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned k_tile = shared_address(&shared.k), v_tile = shared_address(&shared.v);
   const unsigned ds_tiles = shared_address(&shared.ds), dq_parts = shared_address(&shared.dq);
   const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
+  const unsigned kv_empty = shared_address(&shared.kv_empty);
+  const unsigned work_empty = shared_address(&shared.work_empty);
   const unsigned dq_full = shared_address(&shared.dq_full);
   const unsigned dq_empty = shared_address(&shared.dq_empty);
 
   if (threadIdx.x == kComputing) {
     prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
-    barrier_init(k_full, 1), barrier_init(v_full, 1);
+    barrier_init(k_full, 1), barrier_init(v_full, 1), barrier_init(kv_empty, 4 * kGroups);
     shared.q.init(4 * kGroups), shared.dout.init(4 * kGroups);
-    for (int i = 0; i < 2; ++i) barrier_init(dq_full + 8 * i, 4 * kGroups);
+    for (int i = 0; i < 2; ++i)
+      barrier_init(dq_full + 8 * i, 4 * kGroups), barrier_init(work_empty + 8 * i, 4 * kGroups + 2);
     for (int i = 0; i < DQ_STAGES; ++i) barrier_init(dq_empty + 8 * i, 1);
     barrier_init_fence();
-    shared.work = Work(p, p.section);
   }
   __syncthreads();
-  const Work& work = shared.work;  // there, and not in registers
-  int q_head = work.head * p.group, q0 = work.q_last;
+  // Tiles of queries are numbered through the block's life. What a tile of keys is stays in shared
+  // memory, and not in registers.
+  unsigned i = 0;
 
   if (threadIdx.x >= kComputing) {
     registers_lower<kCopyingRegisters>();
     // Loops here are not unrolled: these 24 registers would not do.
     const int role = threadIdx.x / 32 - kComputing / 32;
-    if (threadIdx.x % 32 || work.total == 0) return;
+    if (threadIdx.x % 32) return;
     if (role == 0) {
-      load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
 #pragma unroll 1
-      for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
-        shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
-        if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
-        shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+      for (int job = 0;; ++job) {
+        Work& work = shared.work[job % 2];
+        barrier_wait(work_empty + 8 * (job % 2), job / 2 % 2 ^ 1);
+        // In the order in which blocks ask for them, so that none waits for a turn of one that has
+        // not begun.
+        work = Work(p, count_up_from(p.tickets));
+        int q_head = work.head * p.group, q0 = work.q_last;
+        if (work.total > 0) shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+        barrier_wait(kv_empty, job % 2 ^ 1);
+        if (work.total > 0) {
+          load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
+          load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
+        } else {
+          barrier_arrive(k_full), barrier_arrive(v_full);
+        }
+        if (work.total < 0) return;
+#pragma unroll 1
+        for (int n = 0; n < work.total; ++n, ++i, work.step(q0, q_head)) {
+          if (n > 0) shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+          shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+        }
       }
     } else if (role <= 2) {
       // Every other tile each: one waits until its numbers are added while the other adds.
-      const int parity = role - 1;
+      const unsigned parity = role - 1;
 #pragma unroll 1
-      for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
-        if (i % 2 != parity) continue;
-        const long long tile = dq_tile(p, work.batch, q_head, q0);
-        constexpr int kBytes = kGroups * kDqPart * sizeof(float);
-        const unsigned part = dq_parts + i % DQ_STAGES * kBytes;
-        const int turn = p.counters ? work.turn(p, q0) : -1;
-        barrier_wait(dq_full + 8 * parity, i / 2 % 2);
-        if (turn == 0) {
-          bulk_store(dq_sum(p, tile), part, kBytes);
-        } else {
-          if (p.counters) {
-            while (load_acquire(p.counters + tile) != turn) continue;
-            fence_async_global();
+      for (int job = 0;; ++job) {
+        barrier_wait(k_full, job % 2);
+        const Work& work = shared.work[job % 2];
+        if (work.total < 0) return;
+        int q_head = work.head * p.group, q0 = work.q_last;
+#pragma unroll 1
+        for (const unsigned end = i + work.total; i != end; ++i, work.step(q0, q_head)) {
+          if (i % 2 != parity) continue;
+          const long long tile = dq_tile(p, work.batch, q_head, q0);
+          constexpr int kBytes = kGroups * kDqPart * sizeof(float);
+          const unsigned part = dq_parts + i % DQ_STAGES * kBytes;
+          const int turn = p.counters ? work.turn(p, q0) : -1;
+          barrier_wait(dq_full + 8 * parity, i / 2 % 2);
+          if (turn == 0) {
+            bulk_store(dq_sum(p, tile), part, kBytes);
+          } else {
+            if (p.counters) {
+              while (load_acquire(p.counters + tile) != turn) continue;
+              fence_async_global();
+            }
+            bulk_add(dq_sum(p, tile), part, kBytes);
           }
-          bulk_add(dq_sum(p, tile), part, kBytes);
+          bulk_wait_read();
+          barrier_arrive(dq_empty + 8 * (i % DQ_STAGES));
+          if (p.counters) {
+            bulk_wait();
+            fence_async_global();
+            fence();
+            count_up(p.counters + tile);
+          }
         }
-        bulk_wait_read();
-        barrier_arrive(dq_empty + 8 * (i % DQ_STAGES));
-        if (p.counters) {
-          bulk_wait();
-          fence_async_global();
-          fence();
-          count_up(p.counters + tile);
-        }
+        barrier_arrive(work_empty + 8 * (job % 2));
       }
     }
     return;
@@ -152,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   registers_raise<kComputingRegisters>();
 
   const int group = threadIdx.x / 128;
+  const bool copies = threadIdx.x % 128 == 0;
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByColumns ? 1 : kDqColumns / 8][4];
   // In the registers of S, by name: the compiler would find others, which there are not.
@@ -210,11 +270,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wgmma_commit();
   };
 
-  clear(dk);
-  clear(dv);
-  const int key0 = work.k0 + 64 * group;  // this warpgroup's
-  const Bounds first = work.queries(p, key0);
-  const Bounds last = work.queries(p, min(key0 + 64, p.sk) - 1);
   // Hand dQ of the tile numbered i to an adding thread.
   auto pass_on_dq = [&](int i) {
     const int stage = i % DQ_STAGES;
@@ -227,97 +282,118 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(dq_full + 8 * (i % 2));
   };
-  // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
-  auto differentiate = [&](int i) {
-    const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
-    auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
-    shared.dout.wait(i);
-    wgmma_wait<1>();  // dK of the tile before is done, and gives up the registers of its dS
-    if (i > 0) shared.q.release(i - 1);
-    multiply_vo(i);
-    wgmma_wait<1>();
-    scores.transform(s);
-    if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
-    // Of queries 16 j .., s becomes P, times the slope of the softcap once P is rounded.
-    auto exponentiate = [&](int j) {
-      float slope[2][4];
+  for (int job = 0;; ++job) {
+    barrier_wait(k_full, job % 2);
+    const Work& work = shared.work[job % 2];
+    if (work.total < 0) break;
+    int q_head = work.head * p.group, q0 = work.q_last;
+    const int key0 = work.k0 + 64 * group;  // this warpgroup's
+    const Bounds first = work.queries(p, key0);
+    const Bounds last = work.queries(p, min(key0 + 64, p.sk) - 1);
+    const unsigned begin = i, end = i + work.total;
+    clear(dk);
+    clear(dv);
+    // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
+    auto differentiate = [&](int i) {
+      const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
+      auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
+      shared.dout.wait(i);
+      wgmma_wait<1>();  // dK of the tile before is done, and gives up the registers of its dS
+      if (i > begin) shared.q.release(i - 1);
+      multiply_vo(i);
+      wgmma_wait<1>();
+      scores.transform(s);
+      if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
+      // Of queries 16 j .., s becomes P, times the slope of the softcap once P is rounded.
+      auto exponentiate = [&](int j) {
+        float slope[2][4];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 lse = shared.q.pair(i, 2 * j + n);
+        for (int n = 0; n < 2; ++n) {
+          const float2 lse = shared.q.pair(i, 2 * j + n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[0][2 * j + n][e];
-          slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
-          x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
+          for (int e = 0; e < 4; ++e) {
+            float& x = s[0][2 * j + n][e];
+            slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
+            x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
+          }
         }
-      }
-      if constexpr (kEarly || TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
+        if constexpr (kEarly || TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) s[0][2 * j + e / 4][e % 4] *= slope[e / 4][e % 4];
+        for (int e = 0; e < 8; ++e) s[0][2 * j + e / 4][e % 4] *= slope[e / 4][e % 4];
+      };
+      if constexpr (kEarly || !TRANSFORM) {
+#pragma unroll
+        for (int j = 0; j < BLOCK_Q / 16; ++j) exponentiate(j);
+      }
+      if constexpr (kEarly) {
+        multiply_po(i);
+        wgmma_wait<1>();
+      } else {
+        // Over long since, but no exponential is moved behind a loop, and they are to run beside
+        // dP.
+        barrier_wait(k_full, job % 2);
+        wgmma_wait<0>();
+      }
+      // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
+      if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
+      if (VECTOR && i == begin) {  // until dK and dV of the keys before have been read from there
+        if (copies) bulk_wait_read();
+        named_sync(1, kComputing);
+      }
+      const unsigned ds_tile =
+          transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
+      // Step by step to the end: that takes the fewest registers.
+#pragma unroll
+      for (int j = 0; j < BLOCK_Q / 16; ++j) {
+        if constexpr (!kEarly && TRANSFORM) exponentiate(j);
+        if constexpr (!kEarly && !TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
+#pragma unroll
+        for (int n = 2 * j; n < 2 * j + 2; ++n) {
+          const float2 delta = shared.dout.pair(i, n);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x));
+        }
+        round_to_operand(ds_rounded[j], ds[0], j);
+        store_matrices_transposed(STile::part(ds_tile, j, 0), ds_rounded[j]);
+      }
+      fence_async();
     };
-    if constexpr (kEarly || !TRANSFORM) {
-#pragma unroll
-      for (int j = 0; j < BLOCK_Q / 16; ++j) exponentiate(j);
-    }
-    if constexpr (kEarly) {
-      multiply_po(i);
-      wgmma_wait<1>();
-    } else {
-      // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
-      barrier_wait(k_full, 0);
-      wgmma_wait<0>();
-    }
-    // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
-    if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
-    const unsigned ds_tile =
-        transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
-    // Step by step to the end: that takes the fewest registers.
-#pragma unroll
-    for (int j = 0; j < BLOCK_Q / 16; ++j) {
-      if constexpr (!kEarly && TRANSFORM) exponentiate(j);
-      if constexpr (!kEarly && !TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
-#pragma unroll
-      for (int n = 2 * j; n < 2 * j + 2; ++n) {
-        const float2 delta = shared.dout.pair(i, n);
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x));
-      }
-      round_to_operand(ds_rounded[j], ds[0], j);
-      store_matrices_transposed(STile::part(ds_tile, j, 0), ds_rounded[j]);
-    }
-    fence_async();
-  };
-  if (work.total > 0) {
-    barrier_wait(k_full, 0);
-    shared.q.wait(0);
-    multiply_kq(0);
-    barrier_wait(v_full, 0);
-    differentiate(0);
-    for (int i = 0;;) {
-      if constexpr (!kEarly) multiply_po(i);
-      named_sync(1, kComputing);  // dS is there
-      multiply_sk(i);
-      multiply_sq(i);
-      wgmma_wait<1>();
-      shared.dout.release(i);
-      pass_on_dq(i);
-      if (++i == work.total) break;
-      work.step(q0, q_head);
+    if (work.total > 0) {
       shared.q.wait(i);
       multiply_kq(i);
+      barrier_wait(v_full, job % 2);
       differentiate(i);
+      for (;;) {
+        if constexpr (!kEarly) multiply_po(i);
+        named_sync(1, kComputing);  // dS is there
+        multiply_sk(i);
+        multiply_sq(i);
+        wgmma_wait<1>();
+        shared.dout.release(i);
+        pass_on_dq(i);
+        if (++i == end) break;
+        work.step(q0, q_head);
+        shared.q.wait(i);
+        multiply_kq(i);
+        differentiate(i);
+      }
+      wgmma_wait<0>();
+      shared.q.release(i - 1);
     }
-    wgmma_wait<0>();
-  }
+    if (threadIdx.x % 32 == 0) barrier_arrive(kv_empty);
 
-  const Slice dk_rows(p.dk, work.batch, work.head), dv_rows(p.dv, work.batch, work.head);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = work.k0 + fragment_row<1>(0, r);
-    store_row<VECTOR>(dk_rows, dk[0], r, static_cast<float>(p.scale), key, p.sk, p.d);
-    store_row<VECTOR>(dv_rows, dv[0], r, 1.0f, key, p.sk, p.v_width);
+    // By way of the buffers for dS, one for each.
+    if (VECTOR) named_sync(1, kComputing);
+    const unsigned buffer = ds_tiles + group * sizeof(STile::Storage);
+    store<HEAD_DIM>(p.dk, maps.dk, buffer, copies, work.k0, work.head, work.batch, dk[0],
+                    static_cast<float>(p.scale), p.sk, p.d);
+    store<VALUE_DIM>(p.dv, maps.dv, buffer, copies, work.k0, work.head, work.batch, dv[0], 1.0f,
+                     p.sk, p.v_width);
+    __syncwarp();  // all lanes have read what the work was
+    if (threadIdx.x % 32 == 0) barrier_arrive(work_empty + 8 * (job % 2));
   }
+  if (VECTOR && copies) bulk_wait_read();  // shared memory must last as long
 }
 
 extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Params p) {

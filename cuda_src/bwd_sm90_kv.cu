@@ -89,8 +89,8 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
   int q_head = work.head * p.group, q0 = work.q_last;
   // From the first product to P, or from the other one and P to dS.
   auto elementwise = [&](int i) {
-    const bool masked =
-        q0 < work.last.lo || q0 + BLOCK_Q > work.first.hi || work.k0 + BLOCK_K > p.sk;
+    const bool masked = q0 < work.queries(p, min(work.k0 + BLOCK_K, p.sk) - 1).lo ||
+                        q0 + BLOCK_Q > work.queries(p, work.k0).hi || work.k0 + BLOCK_K > p.sk;
     auto mask = [&](float hidden) {
       if (!masked) return;
       const int row0 = work.k0 - (kFirst ? 0 : 64);  // rows are counted through the block
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared_address(&shared.p_empty[i]), 4);
     }
     barrier_init_fence();
-    shared.work = Work(p, p.section);
+    shared.work = Work(p, blockIdx.x);
   }
   __syncthreads();
 

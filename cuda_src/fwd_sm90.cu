@@ -90,16 +90,8 @@ DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool cop
       const unsigned buffer = tile + slab % 2 * OutTile::kSlabBytes;
       const unsigned origin = stored_origin<OutTile>(buffer);
 #pragma unroll
-      for (int i = 4 * slab; i < min(4 * slab + 4, VALUE_DIM / 16); ++i) {
-        unsigned words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float (&two)[4] = o[0][2 * i + j / 2];
-          words[j] =
-              pack<ELEMENT>(two[j % 2 * 2] * inverse[j % 2], two[j % 2 * 2 + 1] * inverse[j % 2]);
-        }
-        store_matrices(OutTile::part(origin, 0, i % 4), words);
-      }
+      for (int i = 4 * slab; i < min(4 * slab + 4, VALUE_DIM / 16); ++i)
+        store_columns<OutTile>(origin, i % 4, o[0], i, inverse);
       fence_async();
       // The other buffer is what the next slab is written to.
       if (copies && 0 < slab && slab + 1 < slabs(VALUE_DIM)) bulk_wait_read();
@@ -175,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       if (work.q0 < 0) return;
       turn += blocks, ++job;
-      index = gridDim.x + (p.counters ? atomicAdd(p.counters, 1) : index);
+      index = gridDim.x + (p.tickets ? count_up_from(p.tickets) : index);
     }
   }
   registers_raise<kComputingRegisters>();

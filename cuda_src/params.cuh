@@ -16,8 +16,8 @@ struct Params {
   // tiles of queries.
   void *lse, *dlse, *lse_log2, *delta;
   float* dq_sum;  // of bwd_sm80 and bwd_sm90: dQ in tiles
-  // From 0. Backward: turns taken at dQ; fwd_sm90: tiles given out. On Hopper it may be null.
-  int* counters;
+  int* counters;  // backward: turns taken at dQ, from 0; on Hopper it may be null
+  int* tickets;   // fwd_sm90, or null, and bwd_sm90: tiles given out, from 0
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time

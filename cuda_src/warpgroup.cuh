@@ -67,6 +67,20 @@ DEVICE unsigned stored_origin(unsigned tile) {
   return T::address(tile, warp * 16 + lane % 16, lane / 16);
 }
 
+// Columns 16 i .. of accumulators, each of a thread's two rows times a factor, as columns 16 j ..
+// of the tile.
+template <class T, int kN>
+DEVICE void store_columns(unsigned origin, int j, const float (&c)[kN][4], int i,
+                          const float (&factor)[2]) {
+  unsigned words[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const float (&x)[4] = c[2 * i + r / 2];
+    words[r] = pack<ELEMENT>(x[r % 2 * 2] * factor[r % 2], x[r % 2 * 2 + 1] * factor[r % 2]);
+  }
+  store_matrices(T::part(origin, 0, j), words);
+}
+
 // One of a thread's two rows of accumulators, times a factor, as row `row` of an array that has so
 // many rows and columns. (These are a launch's parameters, and take no registers as references.)
 template <bool kVector, int kN>

@@ -30,27 +30,31 @@ struct QueryWork {
   }
 };
 
-// A block's tile of keys of a key/value head, and the tiles of queries that see any of them: the
+// A tile of keys of a key/value head, and the tiles of queries that see any of them: the
 // same of each head of the group, from the last to the first. Under a causal mask blocks of a head
 // then begin with the same, and are a turn apart; in ascending order it would be two.
 template <int kKeys, int kQueries>
 struct KeyWork {
-  int head, batch, tile, k0;
-  Bounds first, last;   // queries that see the first and the last key
+  int head, batch, k0;
   int q_first, q_last;  // of the first and the last tile of queries
-  int total;            // tiles of queries of all heads
+  int total;            // tiles of queries of all heads; -1: there is no such tile of keys
 
   KeyWork() = default;
   // So many heads at a time: the first tile of each, then the second of each. Under a causal mask
   // the first keys have the most to do.
-  DEVICE KeyWork(const Params& p, int section) {
-    const int heads = p.heads / p.group, tiles = (p.sk + kKeys - 1) / kKeys;
-    const int before = blockIdx.x / (section * tiles) * section;
+  DEVICE KeyWork(const Params& p, int index) {
+    int heads = p.heads / p.group, tiles = (p.sk + kKeys - 1) / kKeys, section = p.section;
+    asm volatile("" : "+r"(tiles), "+r"(heads), "+r"(section));  // as above
+    if (index >= p.batch * heads * tiles) {
+      total = -1;
+      return;
+    }
+    const int before = index / (section * tiles) * section;
     const int together = min(section, p.batch * heads - before);
-    const int index = blockIdx.x - before * tiles;
+    index -= before * tiles;
     head = (before + index % together) % heads, batch = (before + index % together) / heads;
-    tile = index / together, k0 = tile * kKeys;
-    first = queries(p, k0), last = queries(p, min(k0 + kKeys, p.sk) - 1);
+    k0 = index / together * kKeys;
+    const Bounds first = queries(p, k0), last = queries(p, min(k0 + kKeys, p.sk) - 1);
     q_first = first.lo / kQueries * kQueries;
     q_last = last.hi > q_first ? (last.hi - 1) / kQueries * kQueries : q_first - kQueries;
     total = (q_last - q_first + kQueries) / kQueries * p.group;
@@ -66,6 +70,6 @@ struct KeyWork {
   }
   // How many blocks add to dQ of the turn that begins with this query before this one does.
   DEVICE int turn(const Params& p, int query) const {
-    return tile - k_bounds(query, p.sk, p.lo_shift, p.hi_shift).lo / kKeys;
+    return k0 / kKeys - k_bounds(query, p.sk, p.lo_shift, p.hi_shift).lo / kKeys;
   }
 };

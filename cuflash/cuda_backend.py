@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
-PARAMS = struct.Struct("46q12i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), seven pointers, sizes, numbers.
+PARAMS = struct.Struct("47q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -505,7 +505,7 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
     if not _uniform(problem):
         counter = cupy.ndarray(1, cupy.int32)
         counter.data.memset_async(0, counter.nbytes)
-    rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
+    rows = [lse.data.ptr, *[0] * 5, counter.data.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, pointers)
 
 
@@ -538,16 +538,16 @@ def _encoder(p: Problem, rows: tuple[int, ...], strides: tuple) -> Callable[...,
 def _tensor_maps(
     p: Problem, rows: tuple[int, ...], strides: tuple, *pointers: int
 ) -> tuple[Any, int]:
-    """The CUtensorMap of q, k, v and of out or dout, in a row, as kernels take them.
+    """The CUtensorMap of q, k, v, of out or dout, dk and dv, in a row, as kernels take them.
 
     Memory, and where in it they begin. Boxes are 64 columns wide, of 128 bytes, swizzled, and of so
     many rows; what lies outside of an array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
     encode = _driver().cuTensorMapEncodeTiled
-    memory = ctypes.create_string_buffer(64 + 4 * 128)
+    memory = ctypes.create_string_buffer(64 + 6 * 128)
     start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
     of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
-    sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads)
+    sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads), of_k, of_v
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
     for i, box in enumerate(rows):
         batch_stride, head_stride, row_stride, _ = strides[i]
@@ -597,19 +597,26 @@ def backward(
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
     rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
-    sums, turns = sums_and_turns(problem, tiles, deterministic)
+    sums, turns, tickets = workspace(problem, tiles, deterministic)
     if sums + turns:
-        numbers = cupy.ndarray(sums + turns, cupy.float32).data
-        start = 4 * sums if turns and isinstance(tiles, HopperBackward) else 0  # see bwd_sm90.cu
-        (numbers + start).memset_async(0, 4 * (sums + turns) - start)
-        rows += [numbers.ptr, numbers.ptr + 4 * sums if turns else 0]
-    _launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
+        numbers = cupy.ndarray(sums + turns + tickets, cupy.float32).data
+        start = 4 * sums if turns and tickets else 0  # see bwd_sm90.cu
+        (numbers + start).memset_async(0, 4 * (sums + turns + tickets) - start)
+        counters = numbers.ptr + 4 * sums
+        rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
+    _launch(plan, pointers, rows, backward_mapped(pointers))
 
 
-def backward_boxes(tiles: OnHopper) -> list[tuple[int, ...]]:
-    """For each kernel that copies by tensor maps: rows of a copy of q, k, v and dout."""
+def backward_mapped(all_arrays: Sequence) -> tuple:
+    """Of q, k, v, out, dout, dq, dk and dv, those that may have tensor maps."""
+    q, k, v, _, dout, _, dk, dv = all_arrays
+    return q, k, v, dout, dk, dv
+
+
+def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
+    """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
-        return [(tiles.streamed, 128, 128, tiles.streamed)]
+        return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
     return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
 
 
@@ -619,21 +626,21 @@ def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
     return p.batch * p.heads * _rounded_up(p.sq, queries)
 
 
-def sums_and_turns(
+def workspace(
     problem: Problem, tiles: Tiles | OnHopper, deterministic: bool
-) -> tuple[int, int]:
-    """Sizes of dQ as float32 tiles and of the counters of turns at dQ."""
+) -> tuple[int, int, int]:
+    """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperTwoPass):
-        return 0, 0
+        return 0, 0, 0
     if isinstance(tiles, HopperBackward):
         turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
-        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns
+        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
-        return 0, turns
-    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns
+        return 0, turns, 0
+    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns, 0
 
 
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
@@ -675,9 +682,12 @@ def _backward_plan(
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
     section, encoders = 0, []
+    if isinstance(tiles, HopperBackward):
+        most = _limits(device)[2]  # blocks that stay
+        steps = [(v, min(n, most) if v.entry == "bwd_sm90" else n) for v, n in steps]
     if isinstance(tiles, OnHopper):
-        section, mapped = tiles.together, (*strides[:3], strides[4])
-        encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles)]
+        section, mapped = tiles.together, backward_mapped(strides)
+        encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles, vector)]
     return Plan(_template(problem, strides, section), _loaded(device, steps, encoders))
 
 
@@ -719,7 +729,7 @@ def _turns(p: Problem) -> tuple[int, int]:
 
 def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (46 - len(words))
+    words += [0] * (47 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)

@@ -102,6 +102,7 @@ inline void load_fragment(float (&x)[4], const float* from) {
 inline int load_relaxed(const int* from) { return *from; }
 inline int load_acquire(const int* from) { return *from; }
 inline void count_up(int* counter) { ++*counter; }
+inline int count_up_from(int* counter) { return (*counter)++; }
 inline void fence() {}
 
 // Lane i gets row i / 4, columns 2 (i % 4) and the next, of each matrix; transposed: column and

@@ -55,7 +55,6 @@ template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return with_lanes(value, [=](T* warp) { return warp[lane]; });
 }
-inline int atomicAdd(int* to, int x) { return std::exchange(*to, *to + x); }
 inline bool __any_sync(unsigned, bool value) {
   return with_lanes(value,
                     [](bool* warp) { return std::any_of(warp, warp + 32, std::identity{}); });

@@ -90,6 +90,7 @@ def on_cpu(compiler, monkeypatch):
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
     monkeypatch.setattr(cuda_backend, "_by_address", lambda: ctypes.c_void_p)
     monkeypatch.setattr(cuda_backend, "_driver", lambda: Driver)
+    monkeypatch.setattr(cuda_backend, "_limits", lambda device: (90, 227 * 1024, 2))
     for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
         cached.cache_clear()
     yield cuda_backend
@@ -165,11 +166,12 @@ def backward(backend, problem, tiles, run, out, lse):
     plan = backend._backward_plan(0, problem, tiles, *layout)
     lse_log2, delta = np.full((2, backend.stats_rows(problem, tiles)), np.nan, problem.compute)
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
-    sums, turns = (np.zeros(n, "f4") for n in backend.sums_and_turns(problem, tiles, False))
-    if turns.size and isinstance(tiles, HopperBackward):
+    sizes = backend.workspace(problem, tiles, False)
+    sums, turns, tickets = (np.zeros(n, "f4") for n in sizes)
+    if turns.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
-    rows += [sums.ctypes.data, turns.size and turns.ctypes.data]
-    backend._launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
+    rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
+    backend._launch(plan, pointers, rows, backend.backward_mapped(pointers))
     return dq, dk, dv
 
 
@@ -195,9 +197,8 @@ HOPPER_CASES = [
 
 
 @pytest.fixture
-def hopper(on_cpu, monkeypatch):
-    """The forward of a Hopper GPU with two multiprocessors."""
-    monkeypatch.setattr(on_cpu, "_limits", lambda device: (90, 227 * 1024, 2))
+def hopper(on_cpu):
+    """The forward of a Hopper GPU."""
 
     def forward(tiles, q, k, v, scale=None, causal=False, window=None, softcap=None):
         problem, q, k, v = api.canonical(q, k, v, scale, causal, window, softcap)
@@ -206,7 +207,7 @@ def hopper(on_cpu, monkeypatch):
         counter = np.zeros(1, np.int32)
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan = on_cpu._forward_plan(0, problem, tiles, *layout)
-        rows = [lse.ctypes.data, 0, 0, 0, 0]
+        rows = [lse.ctypes.data, 0, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
         on_cpu._launch(plan, pointers, rows, pointers)
         return out, lse
