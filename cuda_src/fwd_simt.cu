@@ -1,12 +1,14 @@
-// Forward for float32 and float64 on CUDA cores, at those dtypes' accuracy.
+// Forward for float32 and float64 on CUDA cores, and float64 on tensor cores, at those dtypes'
+// accuracy.
 //
 // Grid: one block per (query tile, head, batch entry), all on x. simt.cuh says how tiles are held.
 // Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, STREAMED, ROWS_PER_THREAD, WARPS,
-// WHOLE, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive), VECTOR (1: rows
-// of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+// ACROSS (1), MMA, WHOLE, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive),
+// VECTOR (1: rows of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691,
+// algorithm 1.
 #include "simt.cuh"
 
-using Memory = Shared<kHead>;
+using Memory = Shared<kHead, kScoresStay ? 1 : STREAMED>;
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
 struct OnlineSoftmax {
@@ -101,13 +103,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         const Bounds keys = k_bounds(q0 + row_of(i), p.sk, p.lo_shift, p.hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const int key = k0 + column_of(j);
+          const int key = k0 + column_of<kS>(j);
           if (key < keys.lo || key >= keys.hi) s[i][j] = -kInfinity;
         }
       }
     }
     softmax.add(s, o, exponential);
-    put(shared.p, s);
+    if (!kScoresStay) put(shared.p, s);
 #pragma unroll
     for (int n = 0; n < kValue; ++n, turn ^= 1) {
       arrived();
@@ -115,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_values(turn ^ 1, k0, n + 1);
       else if (k0 + STREAMED < last.hi)
         fetch_keys(turn ^ 1, k0 + STREAMED, 0);
-      accumulate(o[n], shared.p, shared.theirs[turn].straight, STREAMED);
+      accumulate(o[n], shared, s, shared.theirs[turn].straight);
     }
   }
   copies_wait();  // of a block that had nothing to do

@@ -33,12 +33,15 @@ class Tiles(NamedTuple):
     resident: int
     streamed: int
     warps: int
-    # Of a 16-bit backward pass; elsewhere there is one buffer, and warps share no rows.
+    # Of a 16-bit backward pass; elsewhere there is one buffer.
     stages: int = 2
-    across: int = 1  # how many of the warps divide streamed rows among them; the others, resident
-    # On CUDA cores: columns at a time; resident rows stay in shared memory and do not stream too.
+    # Backward: how many of the warps divide streamed rows among them; the others, resident.
+    across: int = 1
+    # In float32 and float64: columns at a time; resident rows stay in shared memory and do not
+    # stream too; products on tensor cores.
     slice: int = 64
     whole: bool = True
+    mma: bool = False
 
 
 class HopperTiles(NamedTuple):
@@ -183,9 +186,8 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
         return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
         macros = {"TRANSFORM": _transform(problem)}
-        return _simt_variant(
-            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0
-        )
+        kept = (problem.d,)
+        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, macros, kept)
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
@@ -363,7 +365,7 @@ def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Vari
     return _variant(file, entry, tiles, vector, macros, shared)
 
 
-def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> Variant:
+def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats=0) -> Variant:
     """`kept`: widths of the block's own rows; `stats`: numbers of lse and delta in its memory."""
     macros = {
         "REAL": REALS[problem.dtype],
@@ -371,18 +373,21 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> V
         "VALUE_DIM": _rounded_up(problem.dv, tiles.slice),
         "SLICE": tiles.slice,
         "STREAMED": tiles.streamed,
-        "ROWS_PER_THREAD": tiles.resident // (4 * tiles.warps),
+        "ROWS_PER_THREAD": tiles.resident * tiles.across // ((8 if tiles.mma else 4) * tiles.warps),
+        "ACROSS": tiles.across,
+        "MMA": int(tiles.mma),
         "WHOLE": int(tiles.whole),
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
     slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
-    pad = 16 // problem.itemsize  # of every row
+    pad = 4 if tiles.mma else 16 // problem.itemsize  # of every row
+    scores = 1 if tiles.mma and file == "fwd_simt" else tiles.streamed
     own_row = tiles.resident + pad
     theirs = max(  # columns first, or as they lie
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
-    numbers = (slices * tiles.slice + tiles.streamed) * own_row + 2 * theirs + stats
+    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + stats
     return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 
