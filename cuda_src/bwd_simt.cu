@@ -10,7 +10,7 @@
 // (the same warp has the same part of dQ in every block) says how many blocks have added. A block
 // waits only for blocks with smaller indices; GPUs start blocks in the order of their indices,
 // though CUDA does not promise it, so those have started.
-// Options: as fwd_simt.cu, but ACROSS may be 2; PARTS: dK and dQ (1), dV (2).
+// Options: as fwd_simt.cu; PARTS: dK and dQ (1), dV (2).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "delta.cuh"
 #include "simt.cuh"

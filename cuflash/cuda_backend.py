@@ -35,7 +35,8 @@ class Tiles(NamedTuple):
     warps: int
     # Of a 16-bit backward pass; elsewhere there is one buffer.
     stages: int = 2
-    # Backward: how many of the warps divide streamed rows among them; the others, resident.
+    # Of that and with mma: how many of the warps divide streamed rows among them; the others,
+    # resident.
     across: int = 1
     # In float32 and float64: columns at a time; resident rows stay in shared memory and do not
     # stream too; products on tensor cores.
@@ -186,8 +187,10 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
         return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
         macros = {"TRANSFORM": _transform(problem)}
-        kept = (problem.d,)
-        return _simt_variant("fwd_simt", "fwd_simt", problem, tiles, vector, macros, kept)
+        rows = tiles.across * tiles.resident
+        return _simt_variant(
+            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), rows
+        )
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
@@ -365,8 +368,8 @@ def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Vari
     return _variant(file, entry, tiles, vector, macros, shared)
 
 
-def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats=0) -> Variant:
-    """`kept`: widths of the block's own rows; `stats`: numbers of lse and delta in its memory."""
+def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Variant:
+    """`kept`: widths of the block's own rows; `rows`: numbers about rows in its memory."""
     macros = {
         "REAL": REALS[problem.dtype],
         "HEAD_DIM": _rounded_up(problem.d, tiles.slice),
@@ -382,12 +385,13 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats=0) ->
     }
     slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
     pad = 4 if tiles.mma else 16 // problem.itemsize  # of every row
-    scores = 1 if tiles.mma and file == "fwd_simt" else tiles.streamed
+    stay = tiles.mma and tiles.across == 1 and file == "fwd_simt"
+    scores = 1 if stay else tiles.streamed
     own_row = tiles.resident + pad
     theirs = max(  # columns first, or as they lie
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
-    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + stats
+    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + rows
     return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 

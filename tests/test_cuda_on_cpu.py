@@ -158,9 +158,11 @@ MMA_CASES = [
           layout="contiguous", window=(9, None)), Tiles(32, 16, 2, slice=32, mma=True),
      Tiles(32, 32, 4, across=2, slice=32, mma=True)),
     (case(40, 70, d=64, dv=24, batch=1, heads=1, heads_kv=1, dtype="float64", softcap=2.0,
-          layout="negative"), Tiles(32, 64, 2, slice=32, whole=False, mma=True),
+          layout="negative"), Tiles(32, 32, 4, across=2, slice=32, whole=False, mma=True),
      Tiles(32, 64, 4, across=2, slice=32, whole=False, mma=True)),
     (case(9, 3, d=8, dv=8, batch=1, heads=1, heads_kv=1, dtype="float64", causal=True), _MMA, _MMA),
+    (case(50, 130, d=20, dv=60, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
+          scale=3.0, layout="contiguous"), Tiles(16, 32, 2, across=2, slice=64, mma=True), _MMA),
 ]  # fmt: skip
 
 
