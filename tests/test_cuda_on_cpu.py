@@ -63,6 +63,17 @@ def compiled(compiler, variant):
     return ctypes.CDLL(str(library)).run
 
 
+class Driver:
+    """Instead of CUDA's: writes a TensorMap as in hopper_on_cpu.cuh."""
+
+    @staticmethod
+    def cuTensorMapEncodeTiled(at, dtype, axes, pointer, sizes, strides, box, *rest):
+        words = np.frombuffer((ctypes.c_char * 128).from_address(at.value), np.int64)
+        words[:5] = pointer.value, 2, *strides
+        words[5:8].view(np.int32)[:5] = *sizes, box[1]
+        return 0
+
+
 @pytest.fixture
 def on_cpu(compiler, monkeypatch):
     """cuda_backend with its launches going to the CPU, for NumPy arrays."""
@@ -78,6 +89,7 @@ def on_cpu(compiler, monkeypatch):
 
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
     monkeypatch.setattr(cuda_backend, "_by_address", lambda: ctypes.c_void_p)
+    monkeypatch.setattr(cuda_backend, "_driver", lambda: Driver)
     for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
         cached.cache_clear()
     yield cuda_backend
@@ -186,22 +198,8 @@ def backward(backend, problem, tiles, run, out, lse):
     if turns.size and isinstance(tiles, HopperBackward):
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data]
-    maps = ()
-    if isinstance(tiles, backend.OnHopper):
-        mapped = run.q, run.k, run.v, run.dout
-        maps = [tensor_maps(zip(mapped, b, strict=True)) for b in backend.backward_boxes(tiles)]
-    backend._launch(plan, pointers, rows, maps)
+    backend._launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
     return dq, dk, dv
-
-
-def tensor_maps(arrays_and_rows):
-    """TensorMaps as in hopper_on_cpu.cuh, aligned, and their address."""
-    memory = np.zeros(4 * 16 + 8, np.int64)
-    maps = memory[-memory.ctypes.data % 64 // 8 :][: 4 * 16].reshape(4, 16)
-    for row, (x, box) in zip(maps, arrays_and_rows, strict=False):
-        row[:5] = x.ctypes.data, *x.strides[::-1]
-        row[5:8].view(np.int32)[:5] = *x.shape[::-1], box
-    return maps, maps.ctypes.data
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -235,13 +233,11 @@ def hopper(on_cpu, monkeypatch):
         out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
         lse = np.full(q.shape[:-1], np.nan, problem.compute)
         counter = np.zeros(1, np.int32)
-        boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
-        maps = tensor_maps(zip((q, k, v, out), boxes, strict=True))
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan = on_cpu._forward_plan(0, problem, tiles, *layout)
         rows = [lse.ctypes.data, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        on_cpu._launch(plan, pointers, rows, [maps])
+        on_cpu._launch(plan, pointers, rows, pointers)
         return out, lse
 
     return forward
