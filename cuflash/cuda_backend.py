@@ -155,6 +155,20 @@ _BACKWARD_64 = {
     256: [Tiles(64, 32, 8, whole=False), _SMALL_64],
 }
 
+# float64 on tensor cores, where they are twice as fast as CUDA cores: compute capability 8.0, which
+# has 163 KiB, and 9.0. A thread has resident * across / (8 warps) rows.
+MMA_CAPABILITIES = 80, 90
+FORWARD_MMA = {
+    64: [Tiles(128, 64, 8, mma=True)],
+    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
+    256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
+}
+BACKWARD_MMA = {
+    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
+    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
+    256: [Tiles(64, 32, 8, across=2, whole=False, mma=True)],
+}
+
 FORWARD = {
     "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _FORWARD_64,
 }  # fmt: skip
@@ -408,14 +422,20 @@ def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
     return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 
+def tables(dtype: str, capability: int) -> tuple[dict[int, list[Tiles]], dict[int, list[Tiles]]]:
+    """Of the forward and of the backward kernel, without Hopper's own."""
+    if dtype == "float64" and capability in MMA_CAPABILITIES:
+        return FORWARD_MMA, BACKWARD_MMA
+    return FORWARD[dtype], BACKWARD[dtype]
+
+
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
     width = max(problem.d, problem.dv)
     # Larger forward tiles spill on Turing, where half the products need two steps.
     forward_limit = min(shared_limit, 48 * KIB) if capability < 80 else shared_limit
 
-    def first(tables, shared_bytes, limit):
-        table = tables[problem.dtype]
+    def first(table, shared_bytes, limit):
         rows = next(rows for w, rows in table.items() if w >= width)
         return next(tiles for tiles in rows if shared_bytes(tiles) <= limit)
 
@@ -430,9 +450,10 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
+    forward, backward = tables(problem.dtype, capability)
     return Config(
-        first(FORWARD, forward_bytes, forward_limit),
-        first(BACKWARD, backward_bytes, shared_limit),
+        first(forward, forward_bytes, forward_limit),
+        first(backward, backward_bytes, shared_limit),
     )
 
 
