@@ -22,21 +22,23 @@ struct Memory : Shared<kMine, STREAMED> {
 };
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
-// dQ of a slice: the grid of warps, and a thread's queries and columns.
+// dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
+// columns. On tensor cores the larger part of a warp saves reads from shared memory.
 constexpr int kQueryWarps = WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
 constexpr int kQueries = STREAMED / (kLanesY * kQueryWarps);
-constexpr int kColumns = SLICE / (kLanesX * kColumnWarps);
+constexpr int kDqSlices = MMA && WHOLE && kColumnWarps % kHead == 0 ? kHead : 1;
+constexpr int kColumns = kDqSlices * SLICE / (kLanesX * kColumnWarps);
 static_assert(kQueries > 0 && kColumns > 0, "no grid of warps divides dQ");
 static_assert(!MMA || (kQueries % 2 == 0 && kColumns % 2 == 0), "whole mma");
 DEVICE int dq_first_query() { return threadIdx.x / 32 % kQueryWarps * kLanesY * kQueries; }
 DEVICE int dq_first_column() { return threadIdx.x / 32 / kQueryWarps * kLanesX * kColumns; }
 
 // Of eight columns, the one that is column m of the mma: one number each of lanes that share rows
-// makes 32 bytes of dQ, and eight rows of `keys` start in different banks.
+// makes 32 bytes of dQ, and rows of `keys` that are read at once start in different banks.
 DEVICE int mma_column(int m) { return m % 2 * 4 + (m / 2 + m % 2 * 2) % 4; }
 
-DEVICE int query_of(int i) { return slot(dq_first_query() + kLanesY * i + lane_y()); }
-DEVICE int slice_column_of(int j) {
+DEVICE int dq_query_of(int i) { return slot(dq_first_query() + kLanesY * i + lane_y()); }
+DEVICE int dq_column_of(int j) {
   return dq_first_column() +
          (MMA ? j / 2 * 8 + mma_column(2 * lane_x() + j % 2) : 8 * j + lane_x());
 }
@@ -59,7 +61,7 @@ DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREA
     for (int j = 0; j < kColumns; j += 2) {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        b[e] = keys[dq_first_column() + 4 * j + mma_column(lane_y())][k + 4 * e];
+        b[e] = keys[dq_first_column() % SLICE + 4 * j + mma_column(lane_y())][k + 4 * e];
 #pragma unroll
       for (int i = 0; i < kQueries; i += 2)
         mma(dq[i][j], dq[i][j + 1], dq[i + 1][j], dq[i + 1][j + 1], a[i / 2], b);
@@ -70,9 +72,9 @@ DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREA
   for (int k = 0; k < kRows; k += kVector) {
     Group a[kQueries], b[kColumns];
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i) a[i] = group(ds[query_of(i)][k]);
+    for (int i = 0; i < kQueries; ++i) a[i] = group(ds[dq_query_of(i)][k]);
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) b[j] = group(keys[slice_column_of(j)][k]);
+    for (int j = 0; j < kColumns; ++j) b[j] = group(keys[dq_column_of(j)][k]);
 #pragma unroll
     for (int e = 0; e < kVector; ++e)
 #pragma unroll
@@ -275,16 +277,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         else
           fetch_next(turn ^ 1);
         accumulate(dk[n], shared, ds, shared.theirs[turn].straight);
-        if (n == 0 && waits_first) take_turn(at);
+        const int first_slice = n + 1 - kDqSlices;
+        if (first_slice < 0) continue;
+        if (first_slice == 0 && waits_first) take_turn(at);
         Real dq[kQueries][kColumns] = {};
-        accumulate_dq(dq, shared.p, shared.mine[WHOLE ? n : turn]);
-        if (n == 0 && !waits_first) take_turn(at);
+        accumulate_dq(dq, shared.p,
+                      shared.mine[WHOLE ? first_slice + dq_first_column() / SLICE : turn]);
+        if (first_slice == 0 && !waits_first) take_turn(at);
         const Matrix sum(p.dq, batch, at.head);
 #pragma unroll
         for (int i = 0; i < kQueries; ++i)
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) {
-            const int row = at.q0 + query_of(i), column = n * SLICE + slice_column_of(j);
+            const int row = at.q0 + dq_query_of(i), column = first_slice * SLICE + dq_column_of(j);
             add(&sum.at(row, column), dq[i][j] * score.scale, row < p.sq && column < p.d);
           }
       }

@@ -165,8 +165,8 @@ FORWARD_MMA = {
 }
 BACKWARD_MMA = {
     64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
-    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
-    256: [Tiles(64, 32, 8, across=2, whole=False, mma=True)],
+    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],
+    256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
 }
 
 FORWARD = {
