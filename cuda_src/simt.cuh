@@ -11,9 +11,9 @@
 //
 // On CUDA cores a thread reads kM numbers of one tile and kN of the other in groups of 16 bytes,
 // for kM x kN multiply-adds. On tensor cores the same groups are operands of mma, two rows or
-// columns each: of a block of 16 x 16, lane (y, x) then has rows 2 y, 2 y + 1 and columns 4 x .. 4
-// x + 3. As they lie, those are left operands of the next product, if it takes row 4 x + j of the
-// right tile where it would take row x + 4 j. So tiles that lie as in global memory have them
+// columns each: of a block of 16 x 16, lane (y, x) then has two rows from 2 y on and four columns
+// from 4 x on. As they lie, those are left operands of the next product, if it takes row 4 x + j of
+// the right tile where it would take row x + 4 j: so tiles that lie as in global memory have them
 // there.
 #pragma once
 #include "common.cuh"
@@ -32,7 +32,7 @@ constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
 static_assert(kM % kVector == 0 && kS % kColumnGroup == 0 && kO % kColumnGroup == 0, "groups");
 static_assert(MMA ? sizeof(Real) == 8 : ACROSS == 1, "not on these cores");
 
-// Scores need not pass through shared memory to be multiplied by their warp.
+// A warp that has all scores of its rows multiplies with them as they lie in its registers.
 constexpr bool kScoresStay = MMA && ACROSS == 1;
 
 // Steps of a product that are unrolled: 16 are up to 4 % faster than 8, and 8 % than 4, but 3 %

@@ -202,9 +202,9 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
         return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
         macros = {"TRANSFORM": _transform(problem)}
-        rows = tiles.across * tiles.resident
+        maxima = tiles.across * tiles.resident
         return _simt_variant(
-            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), rows
+            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), maxima
         )
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
@@ -450,10 +450,10 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
-    forward, backward = tables(problem.dtype, capability)
+    forward_table, backward_table = tables(problem.dtype, capability)
     return Config(
-        first(forward, forward_bytes, forward_limit),
-        first(backward, backward_bytes, shared_limit),
+        first(forward_table, forward_bytes, forward_limit),
+        first(backward_table, backward_bytes, shared_limit),
     )
 
 
