@@ -1,4 +1,5 @@
-// Backward for float32 and float64 on CUDA cores, at those dtypes' accuracy.
+// Backward for float32 and float64 on CUDA cores, and float64 on tensor cores, at those dtypes'
+// accuracy.
 //
 //   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and dQ = 0
 //   bwd_simt   a block per tile of keys of a key/value head. dK and dV stay in registers, queries
@@ -16,33 +17,64 @@
 
 // dV alone has no use for the block's own values.
 constexpr int kMine = kHead + (PARTS & 1 ? kValue : 0);
-struct Memory : Shared<kMine> {
+struct Memory : Shared<kMine, STREAMED> {
   Real stats[2][STREAMED];  // lse and delta
 };
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
 
-// dQ of a slice: the grid of warps, and a thread's queries and columns, 4 and 8 apart.
+// dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
+// columns. On tensor cores the larger part of a warp saves reads from shared memory.
 constexpr int kQueryWarps = WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
-constexpr int kQueries = STREAMED / (4 * kQueryWarps), kColumns = SLICE / (8 * kColumnWarps);
+constexpr int kQueries = STREAMED / (kLanesY * kQueryWarps);
+constexpr int kDqSlices = MMA && WHOLE && kColumnWarps % kHead == 0 ? kHead : 1;
+constexpr int kColumns = kDqSlices * SLICE / (kLanesX * kColumnWarps);
 static_assert(kQueries > 0 && kColumns > 0, "no grid of warps divides dQ");
-DEVICE int query_of(int i) {
-  return threadIdx.x / 32 % kQueryWarps * 4 * kQueries + 4 * i + lane_y();
-}
-DEVICE int slice_column_of(int j) {
-  return threadIdx.x / 32 / kQueryWarps * 8 * kColumns + 8 * j + lane_x();
+static_assert(!MMA || (kQueries % 2 == 0 && kColumns % 2 == 0), "whole mma");
+DEVICE int dq_first_query() { return threadIdx.x / 32 % kQueryWarps * kLanesY * kQueries; }
+DEVICE int dq_first_column() { return threadIdx.x / 32 / kQueryWarps * kLanesX * kColumns; }
+
+// Of eight columns, the one that is column m of the mma: one number each of lanes that share rows
+// makes 32 bytes of dQ, and rows of `keys` that are read at once start in different banks.
+DEVICE int mma_column(int m) { return m % 2 * 4 + (m / 2 + m % 2 * 2) % 4; }
+
+DEVICE int dq_query_of(int i) { return slot(dq_first_query() + kLanesY * i + lane_y()); }
+DEVICE int dq_column_of(int j) {
+  return dq_first_column() +
+         (MMA ? j / 2 * 8 + mma_column(2 * lane_x() + j % 2) : 8 * j + lane_x());
 }
 
-// dq += ds^T keys: sums over all keys of the block, which both have in vectors. Columns are taken
-// there and back, as in accumulate(). In tiles of 64 keys, unrolled steps would spill registers.
+// dq += ds^T keys: sums over all keys of the block, which both have in rows. On CUDA cores they are
+// read in vectors, and columns are taken there and back, as in accumulate(). In tiles of 64 keys,
+// unrolled steps would spill registers.
 DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREAMED][pitch(kRows)],
                           const Turned<kRows>& keys) {
+#if MMA
+#pragma unroll 1
+  for (int k = lane_x(); k < kRows; k += 16) {
+    Real a[kQueries / 2][8], b[4];
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        a[i / 2][2 * e + i % 2] = ds[dq_first_query() + kLanesY * i + lane_y()][k + 4 * e];
+#pragma unroll
+    for (int j = 0; j < kColumns; j += 2) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        b[e] = keys[dq_first_column() % SLICE + 4 * j + mma_column(lane_y())][k + 4 * e];
+#pragma unroll
+      for (int i = 0; i < kQueries; i += 2)
+        mma(dq[i][j], dq[i][j + 1], dq[i + 1][j], dq[i + 1][j + 1], a[i / 2], b);
+    }
+  }
+#else
 #pragma unroll kRows < 128 ? 1 : 4
   for (int k = 0; k < kRows; k += kVector) {
     Group a[kQueries], b[kColumns];
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i) a[i] = group(ds[query_of(i)][k]);
+    for (int i = 0; i < kQueries; ++i) a[i] = group(ds[dq_query_of(i)][k]);
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) b[j] = group(keys[slice_column_of(j)][k]);
+    for (int j = 0; j < kColumns; ++j) b[j] = group(keys[dq_column_of(j)][k]);
 #pragma unroll
     for (int e = 0; e < kVector; ++e)
 #pragma unroll
@@ -53,6 +85,7 @@ DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREA
           dq[i][j] += a[i].x[e] * b[j].x[e];
         }
   }
+#endif
 }
 
 extern "C" __global__ void row_delta(const Params p) {
@@ -167,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         const Bounds seen = k_bounds(key, key < p.sk ? p.sq : 0, lo_shift, hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const int query = at.q0 + column_of(j);
+          const int query = at.q0 + column_of<kS>(j);
           if (query < seen.lo || query >= seen.hi) c[i][j] = 0;
         }
       }
@@ -190,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int j = 0; j < kS; ++j) {
-        const Real x = score(s[i][j]), lse = shared.stats[0][column_of(j)];
+        const Real x = score(s[i][j]), lse = shared.stats[0][column_of<kS>(j)];
         // A row whose every score is -inf has no gradient: -inf + inf is NaN.
         s[i][j] = Exponential(1)(x - (lse == -kInfinity ? kInfinity : lse));
         slope[i][j] = score.slope(x);
@@ -199,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
 
     if (waits_first) pass_turn();
     if (PARTS & 2) {
-      put(shared.p, s);
+      if (!kScoresStay) put(shared.p, s);
 #pragma unroll
       for (int n = 0; n < kValue; ++n, turn ^= 1) {
         arrived();
@@ -209,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           fetch_dout(turn ^ 1, at, 0, true);
         else
           fetch_next(turn ^ 1);
-        accumulate(dv[n], shared.p, shared.theirs[turn].straight, STREAMED);
+        accumulate(dv[n], shared, s, shared.theirs[turn].straight);
       }
     }
     if (PARTS & 1) {
@@ -231,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       for (int i = 0; i < kM; ++i)
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const Real delta = shared.stats[1][column_of(j)];
+          const Real delta = shared.stats[1][column_of<kS>(j)];
           ds[i][j] = s[i][j] * (ds[i][j] - delta) * slope[i][j];
         }
       hide(ds);
@@ -243,19 +276,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           fetch_q(turn ^ 1, at, n + 1, false);
         else
           fetch_next(turn ^ 1);
-        accumulate(dk[n], shared.p, shared.theirs[turn].straight, STREAMED);
-        if (n == 0 && waits_first) take_turn(at);
+        accumulate(dk[n], shared, ds, shared.theirs[turn].straight);
+        const int first_slice = n + 1 - kDqSlices;
+        if (first_slice < 0) continue;
+        if (first_slice == 0 && waits_first) take_turn(at);
         Real dq[kQueries][kColumns] = {};
-        accumulate_dq(dq, shared.p, shared.mine[WHOLE ? n : turn]);
-        if (n == 0 && !waits_first) take_turn(at);
+        accumulate_dq(dq, shared.p,
+                      shared.mine[WHOLE ? first_slice + dq_first_column() / SLICE : turn]);
+        if (first_slice == 0 && !waits_first) take_turn(at);
         const Matrix sum(p.dq, batch, at.head);
-        const int row = at.q0 + query_of(0), column = n * SLICE + slice_column_of(0);
 #pragma unroll
         for (int i = 0; i < kQueries; ++i)
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j)
-            add(&sum.at(row + 4 * i, column + 8 * j), dq[i][j] * score.scale,
-                row + 4 * i < p.sq && column + 8 * j < p.d);
+          for (int j = 0; j < kColumns; ++j) {
+            const int row = at.q0 + dq_query_of(i), column = first_slice * SLICE + dq_column_of(j);
+            add(&sum.at(row, column), dq[i][j] * score.scale, row < p.sq && column < p.d);
+          }
       }
     }
   }

@@ -1,25 +1,50 @@
-// Forward for float32 and float64 on CUDA cores, at those dtypes' accuracy.
+// Forward for float32 and float64 on CUDA cores, and float64 on tensor cores, at those dtypes'
+// accuracy.
 //
 // Grid: one block per (query tile, head, batch entry), all on x. simt.cuh says how tiles are held.
 // Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, STREAMED, ROWS_PER_THREAD, WARPS,
-// WHOLE, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive), VECTOR (1: rows
-// of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+// ACROSS, MMA, WHOLE, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive),
+// VECTOR (1: rows of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691,
+// algorithm 1.
 #include "simt.cuh"
 
-using Memory = Shared<kHead>;
+struct Memory : Shared<kHead, kScoresStay ? 1 : STREAMED> {
+  Real rows[ACROSS][kRows];  // what warps that share rows say about them
+};
 static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+
+// x[i] of each row i becomes `both` of what the warps have that share rows.
+template <class Both>
+DEVICE void exchange(Real (&x)[kM], Real (&rows)[ACROSS][kRows], Both both) {
+  if (ACROSS == 1) return;
+  const int part = threadIdx.x / 32 % ACROSS;
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+    if (lane_x() == 0) rows[part][row_of(i)] = x[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int n = 1; n < ACROSS; ++n) x[i] = both(x[i], rows[(part + n) % ACROSS][row_of(i)]);
+}
 
 struct OnlineSoftmax {
   Real max[kM], sum[kM];  // sum: of this thread's columns only
 
   // s becomes exponentials; o is rescaled.
-  DEVICE void add(Scores& s, Out (&o)[kValue], const Exponential& exponential) {
+  DEVICE void add(Scores& s, Out (&o)[kValue], Memory& shared, const Exponential& exponential) {
+    Real tops[kM];
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
-      Real top = s[i][0];
+      tops[i] = s[i][0];
 #pragma unroll
-      for (int j = 1; j < kS; ++j) top = larger(top, s[i][j]);
-      top = larger(max[i], lanes_max(top));
+      for (int j = 1; j < kS; ++j) tops[i] = larger(tops[i], s[i][j]);
+      tops[i] = larger(max[i], lanes_max(tops[i]));
+    }
+    exchange(tops, shared.rows, larger);
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+      const Real top = tops[i];
       // A row that has seen nothing: exp(-inf - 0) = 0, where -inf + inf would be NaN.
       const Real base = top == -kInfinity ? Real(0) : top;
       const Real rescale = exponential(max[i] - base);
@@ -30,6 +55,8 @@ struct OnlineSoftmax {
         s[i][j] = exponential(s[i][j] - base);
         sum[i] += s[i][j];
       }
+      // Tensor cores wait for what is multiplied here, and maxima seldom rise.
+      if (MMA && !__any_sync(~0u, rescale != 1)) continue;
 #pragma unroll
       for (int n = 0; n < kValue; ++n)
 #pragma unroll
@@ -101,13 +128,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         const Bounds keys = k_bounds(q0 + row_of(i), p.sk, p.lo_shift, p.hi_shift);
 #pragma unroll
         for (int j = 0; j < kS; ++j) {
-          const int key = k0 + column_of(j);
+          const int key = k0 + column_of<kS>(j);
           if (key < keys.lo || key >= keys.hi) s[i][j] = -kInfinity;
         }
       }
     }
-    softmax.add(s, o, exponential);
-    put(shared.p, s);
+    softmax.add(s, o, shared, exponential);
+    if (!kScoresStay) put(shared.p, s);
 #pragma unroll
     for (int n = 0; n < kValue; ++n, turn ^= 1) {
       arrived();
@@ -115,18 +142,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_values(turn ^ 1, k0, n + 1);
       else if (k0 + STREAMED < last.hi)
         fetch_keys(turn ^ 1, k0 + STREAMED, 0);
-      accumulate(o[n], shared.p, shared.theirs[turn].straight, STREAMED);
+      accumulate(o[n], shared, s, shared.theirs[turn].straight);
     }
   }
   copies_wait();  // of a block that had nothing to do
 
-  Real inverse[kM];
+  Real totals[kM], inverse[kM];
+#pragma unroll
+  for (int i = 0; i < kM; ++i) totals[i] = lanes_sum(softmax.sum[i]);
+  exchange(totals, shared.rows, [](Real x, Real y) { return x + y; });
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
-    const Real total = lanes_sum(softmax.sum[i]);
+    const Real total = totals[i];
     const int row = q0 + row_of(i);
     inverse[i] = total == 0 ? Real(0) : Real(1) / total;
-    if (lane_x() == 0 && row < p.sq)
+    if (lane_x() == 0 && threadIdx.x / 32 % ACROSS == 0 && row < p.sq)
       static_cast<Real*>(p.lse)[first_row(p, batch, head) + row] =
           total == 0 ? -kInfinity : softmax.max[i] * factor + log(total);
   }

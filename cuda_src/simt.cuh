@@ -1,13 +1,20 @@
-// Products in float or double on CUDA cores, without anything rounded to fewer bits.
+// Products in float or double on CUDA cores, or in double on tensor cores (MMA), without anything
+// rounded to fewer bits.
 //
-// A block owns kRows rows of a product, each of its warps 4 kM of them; other rows stream past,
-// STREAMED at a time, in slices of SLICE columns. All products are sums over the first index of two
-// tiles in shared memory, c += left^T right:
+// A block owns kRows rows of a product; other rows stream past, STREAMED at a time, in slices of
+// SLICE columns. All products are sums over the first index of two tiles in shared memory,
+// c += left^T right:
 //   scores += mine theirs^T   both turned on their way in: columns first
 //   out    += p theirs        p is written columns first, theirs lie as in global memory
-// Then a thread reads kM numbers of one and kN of the other in groups of 16 bytes, for kM x kN
-// multiply-adds. Lane (y, x) = (0 .. 3, 0 .. 7) of a warp holds the groups y, y + 4, ... of the
-// warp's rows and the groups x, x + 8, ... of the columns.
+// Each warp has kRows / (WARPS / ACROSS) of the rows and one of ACROSS parts of the columns, and of
+// these lane (y, x) has groups of rows and of columns: y, y + kLanesY, ... and x, x + kLanesX, ....
+//
+// On CUDA cores a thread reads kM numbers of one tile and kN of the other in groups of 16 bytes,
+// for kM x kN multiply-adds. On tensor cores the same groups are operands of mma, two rows or
+// columns each: of a block of 16 x 16, lane (y, x) then has two rows from 2 y on and four columns
+// from 4 x on. As they lie, those are left operands of the next product, if it takes row 4 x + j of
+// the right tile where it would take row x + 4 j: so tiles that lie as in global memory have them
+// there.
 #pragma once
 #include "common.cuh"
 #include "mask.cuh"
@@ -16,18 +23,26 @@
 using Real = REAL;
 constexpr int kVector = 16 / sizeof(Real);
 constexpr int kThreads = 32 * WARPS;
-constexpr int kM = ROWS_PER_THREAD, kRows = 4 * kM * WARPS;
-constexpr int kS = STREAMED / 8, kO = SLICE / 8;  // a thread's columns of scores and of a slice
+constexpr int kLanesY = MMA ? 8 : 4, kLanesX = 32 / kLanesY;
+constexpr int kColumnGroup = MMA ? 4 : kVector;  // a lane's columns that are neighbours
+constexpr int kM = ROWS_PER_THREAD, kRows = kLanesY * kM * WARPS / ACROSS;
+// A thread's columns of scores and of a slice.
+constexpr int kS = STREAMED / (kLanesX * ACROSS), kO = SLICE / (kLanesX * ACROSS);
 constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
-static_assert(kM % kVector == 0 && kS % kVector == 0 && kO % kVector == 0, "whole groups");
+static_assert(kM % kVector == 0 && kS % kColumnGroup == 0 && kO % kColumnGroup == 0, "groups");
+static_assert(MMA ? sizeof(Real) == 8 : ACROSS == 1, "not on these cores");
+
+// A warp that has all scores of its rows multiplies with them as they lie in its registers.
+constexpr bool kScoresStay = MMA && ACROSS == 1;
 
 // Steps of a product that are unrolled: 16 are up to 4 % faster than 8, and 8 % than 4, but 3 %
 // slower for the backward pass of wide heads in float (docs/kernels.md).
 constexpr int kUnroll = sizeof(Real) == 4 && kHead * SLICE > 128 ? 8 : 16;
 static_assert(STREAMED % kUnroll == 0 && SLICE % kUnroll == 0, "whole steps");
 
-// Rows in shared memory start 16 bytes of banks apart.
-DEVICE constexpr int pitch(int width) { return width + kVector; }
+// Rows in shared memory start 16 bytes of banks apart; for tensor cores 32, as the eight lanes that
+// read 16 bytes each at once have two neighbours in each of four rows.
+DEVICE constexpr int pitch(int width) { return width + (MMA ? 4 : kVector); }
 
 constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f800000));
 
@@ -39,10 +54,11 @@ using Scores = Real[kM][kS];
 using Out = Real[kM][kO];
 
 // kSlices: of the block's own rows. With WHOLE they stay, otherwise they pass with the others'.
-template <int kSlices>
+// kColumns: of scores that pass through shared memory.
+template <int kSlices, int kColumns>
 struct __align__(16) Shared {
   Turned<kRows> mine[WHOLE ? kSlices : 2];
-  Real p[STREAMED][pitch(kRows)];  // a warp's part is its own
+  Real p[kColumns][pitch(kRows)];  // without ACROSS, a warp's part is its own
   union {
     Turned<STREAMED> turned;
     Straight straight;
@@ -53,16 +69,31 @@ struct __align__(16) Group {
   Real x[kVector];
 };
 
-// Neighbours in pairs have the same x, and pairs of pairs the same y: than with x = lane % 8, the
-// products in double were 11 % faster, those in float 1 to 4 %.
-DEVICE int lane_x() { return threadIdx.x / 2 % 8; }
-DEVICE int lane_y() { return threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2; }
-
-// Where element i of a thread's kM rows, or j of its columns, lies in the tile.
-DEVICE int row_of(int i) {
-  return threadIdx.x / 32 * 4 * kM + (i / kVector * 4 + lane_y()) * kVector + i % kVector;
+// On CUDA cores neighbours in pairs have the same x, and pairs of pairs the same y: than with
+// x = lane % 8, the products in double were 11 % faster, those in float 1 to 4 %.
+DEVICE int lane_x() { return MMA ? threadIdx.x % 4 : threadIdx.x / 2 % 8; }
+DEVICE int lane_y() {
+  return MMA ? threadIdx.x % 32 / 4 : threadIdx.x % 2 + threadIdx.x % 32 / 16 * 2;
 }
-DEVICE int column_of(int j) { return (j / kVector * 8 + lane_x()) * kVector + j % kVector; }
+
+// Where element i of a thread's kM rows, or j of its kN columns, lies in the tile.
+DEVICE int row_of(int i) {
+  return threadIdx.x / 32 / ACROSS * kLanesY * kM + (i / kVector * kLanesY + lane_y()) * kVector +
+         i % kVector;
+}
+template <int kN>
+DEVICE int first_column() {
+  return threadIdx.x / 32 % ACROSS * kLanesX * kN;
+}
+template <int kN>
+DEVICE int column_of(int j) {
+  return first_column<kN>() + (j / kColumnGroup * kLanesX + lane_x()) * kColumnGroup +
+         j % kColumnGroup;
+}
+
+// Where row i of a tile is that lies as in global memory, and column i of one that is written
+// columns first: for tensor cores, 16 rows as a 4 x 4 matrix are transposed.
+DEVICE constexpr int slot(int i) { return MMA ? i / 16 * 16 + i % 4 * 4 + i % 16 / 4 : i; }
 
 DEVICE const Group& group(const Real& first) { return reinterpret_cast<const Group&>(first); }
 
@@ -74,7 +105,8 @@ DEVICE void copy_one(unsigned to, const void* from, bool inside) {
     copy8(to, from, inside);
 }
 
-// tile[i][j] = x[row0 + i][n SLICE + j], zeros beyond the ends of x; complete after arrived().
+// tile[slot(i)][j] = x[row0 + i][n SLICE + j], zeros beyond the ends of x; complete after
+// arrived().
 DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, int width) {
   constexpr int kSize = VECTOR ? kVector : 1, kAcross = SLICE / kSize, kStep = kThreads / kAcross;
   static_assert(kThreads % kAcross == 0 && STREAMED % kStep == 0, "whole rows at a time");
@@ -82,10 +114,10 @@ DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, in
   const int left = n * SLICE + j < width ? rows - row0 - i0 : 0;
   const char* from =
       x.data + (row0 + i0) * x.row + (n * SLICE + j) * (VECTOR ? sizeof(Real) : x.column);
-  const unsigned to = shared_address(&tile[i0][j]);
+  const unsigned to = shared_address(&tile[slot(i0)][j]);
 #pragma unroll
   for (int i = 0; i < STREAMED; i += kStep, from += kStep * x.row) {
-    const unsigned here = to + i * sizeof(tile[0]);
+    const unsigned here = to + slot(i) * sizeof(tile[0]);  // slots only move bits of a number
     if (VECTOR)
       copy16(here, from, i < left);
     else
@@ -125,33 +157,88 @@ DEVICE void clear(Real (&c)[kM][kN]) {
     for (int j = 0; j < kN; ++j) c[i][j] = 0;
 }
 
-// c += left^T right: the sum over `steps` rows of both, up to a multiple of kUnroll. Columns are
-// taken there and back: an operand that two instructions in a row share need not be read again, and
-// reads of registers are what bounds these products (docs/kernels.md).
+// Of two rows or columns of a tile, from `first` on, what a lane gives to an mma over 16 steps.
+template <int kApart, int kPitch>
+DEVICE void load(Real* one, Real* other, const Real (*tile)[kPitch], int first) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const Group pair = group(tile[4 * k + lane_x()][first]);
+    one[k * kApart] = pair.x[0], other[k * kApart] = pair.x[1];
+  }
+}
+
+// c += left^T right over 16 steps on tensor cores.
+template <int kN, int kPitch>
+DEVICE void multiply(Real (&c)[kM][kN], const Real (&left)[kM / 2][8],
+                     const Real (*right)[kPitch]) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 4) {
+    Real b[2][4];
+    load<1>(b[0], b[1], right, first_column<kN>() + 4 * n + 2 * lane_y());
+#pragma unroll
+    for (int m = 0; m < kM; m += 2)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        mma(c[m][n + e], c[m][n + 2 + e], c[m + 1][n + e], c[m + 1][n + 2 + e], left[m / 2], b[e]);
+  }
+}
+
+// c += left^T right: the sum over `steps` rows of both, up to a multiple of kUnroll. On CUDA cores
+// columns are taken there and back: an operand that two instructions in a row share need not be
+// read again, and reads of registers are what bounds these products (docs/kernels.md).
 template <int kN, int kLeftPitch, int kRightPitch>
 DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
                        const Real (*right)[kRightPitch], int steps) {
+  if constexpr (MMA) {
 #pragma unroll 1
-  for (int k0 = 0; k0 < steps; k0 += kUnroll)
+    for (int k = 0; k < steps; k += 16) {
+      Real a[kM / 2][8];
 #pragma unroll
-    for (int k = k0; k < k0 + kUnroll; ++k) {
-      Group a[kM / kVector], b[kN / kVector];
+      for (int m = 0; m < kM; m += 2) load<2>(a[m / 2], a[m / 2] + 1, left + k, row_of(m));
+      multiply(c, a, right + k);
+    }
+  } else {
+#pragma unroll 1
+    for (int k0 = 0; k0 < steps; k0 += kUnroll)
 #pragma unroll
-      for (int i = 0; i < kM; i += kVector) a[i / kVector] = group(left[k][row_of(i)]);
+      for (int k = k0; k < k0 + kUnroll; ++k) {
+        Group a[kM / kVector], b[kN / kVector];
 #pragma unroll
-      for (int j = 0; j < kN; j += kVector) b[j / kVector] = group(right[k][column_of(j)]);
+        for (int i = 0; i < kM; i += kVector) a[i / kVector] = group(left[k][row_of(i)]);
+#pragma unroll
+        for (int j = 0; j < kN; j += kVector) b[j / kVector] = group(right[k][column_of<kN>(j)]);
+#pragma unroll
+        for (int i = 0; i < kM; ++i)
+#pragma unroll
+          for (int m = 0; m < kN; ++m) {
+            const int j = i % 2 ? kN - 1 - m : m;
+            c[i][j] += a[i / kVector].x[i % kVector] * b[j / kVector].x[j % kVector];
+          }
+      }
+  }
+}
+
+// c += p right, by the scores in p or the thread's own.
+template <int kN, class Memory>
+DEVICE void accumulate(Real (&c)[kM][kN], const Memory& shared, const Scores& p,
+                       const Straight& right) {
+  if constexpr (!kScoresStay) {
+    accumulate(c, shared.p, right, STREAMED);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kS; k += 4) {
+      Real a[kM / 2][8];
 #pragma unroll
       for (int i = 0; i < kM; ++i)
 #pragma unroll
-        for (int m = 0; m < kN; ++m) {
-          const int j = i % 2 ? kN - 1 - m : m;
-          c[i][j] += a[i / kVector].x[i % kVector] * b[j / kVector].x[j % kVector];
-        }
+        for (int j = 0; j < 4; ++j) a[i / 2][2 * j + i % 2] = p[i][k + j];
+      multiply(c, a, right + 4 * k);
     }
+  }
 }
 
-// The thread's scores into p: only this warp reads them.
-DEVICE void put(Real (&p)[STREAMED][pitch(kRows)], const Scores& c) {
+// The thread's scores into p: without ACROSS, only this warp reads them.
+DEVICE void put(Real (*p)[pitch(kRows)], const Scores& c) {
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < kS; ++j)
@@ -160,7 +247,7 @@ DEVICE void put(Real (&p)[STREAMED][pitch(kRows)], const Scores& c) {
       Group g;
 #pragma unroll
       for (int e = 0; e < kVector; ++e) g.x[e] = c[i + e][j];
-      *reinterpret_cast<Group*>(&p[column_of(j)][row_of(i)]) = g;
+      *reinterpret_cast<Group*>(&p[slot(column_of<kS>(j))][row_of(i)]) = g;
     }
   __syncwarp();
 }
@@ -175,7 +262,7 @@ DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&fact
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int j = 0; j < kO; ++j) {
-        const int row = row0 + row_of(i), column = n * SLICE + column_of(j);
+        const int row = row0 + row_of(i), column = n * SLICE + column_of<kO>(j);
         if (row < rows && column < width) x.at(row, column) = part[n][i][j] * factor[i];
       }
 }
@@ -185,15 +272,17 @@ DEVICE Real larger(Real x, Real y) {
   return x > y ? x : y;
 }
 
-// Over the eight lanes that share rows.
+// Over the lanes that share rows.
+constexpr int kFirstLane = MMA ? 1 : 2, kLastLane = kFirstLane * kLanesX;
 DEVICE Real lanes_max(Real x) {
 #pragma unroll
-  for (int lanes = 2; lanes < 16; lanes *= 2) x = larger(x, __shfl_xor_sync(~0u, x, lanes));
+  for (int lanes = kFirstLane; lanes < kLastLane; lanes *= 2)
+    x = larger(x, __shfl_xor_sync(~0u, x, lanes));
   return x;
 }
 DEVICE Real lanes_sum(Real x) {
 #pragma unroll
-  for (int lanes = 2; lanes < 16; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  for (int lanes = kFirstLane; lanes < kLastLane; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
   return x;
 }
 

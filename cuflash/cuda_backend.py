@@ -34,12 +34,16 @@ class Tiles(NamedTuple):
     resident: int
     streamed: int
     warps: int
-    # Of a 16-bit backward pass; elsewhere there is one buffer, and warps share no rows.
+    # Of a 16-bit backward pass; elsewhere there is one buffer.
     stages: int = 2
-    across: int = 1  # how many of the warps divide streamed rows among them; the others, resident
-    # On CUDA cores: columns at a time; resident rows stay in shared memory and do not stream too.
+    # Of that and with mma: how many of the warps divide streamed rows among them; the others,
+    # resident.
+    across: int = 1
+    # In float32 and float64: columns at a time; resident rows stay in shared memory and do not
+    # stream too; products on tensor cores.
     slice: int = 64
     whole: bool = True
+    mma: bool = False
 
 
 class HopperTiles(NamedTuple):
@@ -151,6 +155,20 @@ _BACKWARD_64 = {
     256: [Tiles(64, 32, 8, whole=False), _SMALL_64],
 }
 
+# float64 on tensor cores, where they are twice as fast as CUDA cores: compute capability 8.0, which
+# has 163 KiB, and 9.0. A thread has resident * across / (8 warps) rows.
+MMA_CAPABILITIES = 80, 90
+FORWARD_MMA = {
+    64: [Tiles(128, 64, 8, mma=True)],
+    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
+    256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
+}
+BACKWARD_MMA = {
+    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
+    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],
+    256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
+}
+
 FORWARD = {
     "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _FORWARD_64,
 }  # fmt: skip
@@ -184,8 +202,9 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
         return _hopper_variant(problem, tiles, vector)
     if problem.dtype in REALS:
         macros = {"TRANSFORM": _transform(problem)}
+        maxima = tiles.across * tiles.resident
         return _simt_variant(
-            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), 0
+            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), maxima
         )
     d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
@@ -364,26 +383,30 @@ def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Vari
     return _variant(file, entry, tiles, vector, macros, shared)
 
 
-def _simt_variant(file, entry, problem, tiles, vector, macros, kept, stats) -> Variant:
-    """`kept`: widths of the block's own rows; `stats`: numbers of lse and delta in its memory."""
+def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Variant:
+    """`kept`: widths of the block's own rows; `rows`: numbers about rows in its memory."""
     macros = {
         "REAL": REALS[problem.dtype],
         "HEAD_DIM": _rounded_up(problem.d, tiles.slice),
         "VALUE_DIM": _rounded_up(problem.dv, tiles.slice),
         "SLICE": tiles.slice,
         "STREAMED": tiles.streamed,
-        "ROWS_PER_THREAD": tiles.resident // (4 * tiles.warps),
+        "ROWS_PER_THREAD": tiles.resident * tiles.across // ((8 if tiles.mma else 4) * tiles.warps),
+        "ACROSS": tiles.across,
+        "MMA": int(tiles.mma),
         "WHOLE": int(tiles.whole),
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
     slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
-    pad = 16 // problem.itemsize  # of every row
+    pad = 4 if tiles.mma else 16 // problem.itemsize  # of every row
+    stay = tiles.mma and tiles.across == 1 and file == "fwd_simt"
+    scores = 1 if stay else tiles.streamed
     own_row = tiles.resident + pad
     theirs = max(  # columns first, or as they lie
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
-    numbers = (slices * tiles.slice + tiles.streamed) * own_row + 2 * theirs + stats
+    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + rows
     return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
 
 
@@ -399,14 +422,20 @@ def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
     return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 
+def tables(dtype: str, capability: int) -> tuple[dict[int, list[Tiles]], dict[int, list[Tiles]]]:
+    """Of the forward and of the backward kernel, without Hopper's own."""
+    if dtype == "float64" and capability in MMA_CAPABILITIES:
+        return FORWARD_MMA, BACKWARD_MMA
+    return FORWARD[dtype], BACKWARD[dtype]
+
+
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     """The first row of each table that fits in `shared_limit` bytes of shared memory a block."""
     width = max(problem.d, problem.dv)
     # Larger forward tiles spill on Turing, where half the products need two steps.
     forward_limit = min(shared_limit, 48 * KIB) if capability < 80 else shared_limit
 
-    def first(tables, shared_bytes, limit):
-        table = tables[problem.dtype]
+    def first(table, shared_bytes, limit):
         rows = next(rows for w, rows in table.items() if w >= width)
         return next(tiles for tiles in rows if shared_bytes(tiles) <= limit)
 
@@ -421,9 +450,10 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
+    forward_table, backward_table = tables(problem.dtype, capability)
     return Config(
-        first(FORWARD, forward_bytes, forward_limit),
-        first(BACKWARD, backward_bytes, shared_limit),
+        first(forward_table, forward_bytes, forward_limit),
+        first(backward_table, backward_bytes, shared_limit),
     )
 
 

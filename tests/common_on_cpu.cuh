@@ -145,3 +145,24 @@ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     return 0;
   });
 }
+
+struct DoubleFragments {
+  double a[8], b[4];
+};
+
+inline void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[8],
+                const double (&b)[4]) {
+  const int lane = threadIdx.x % 32;
+  DoubleFragments mine;
+  std::copy(a, a + 8, mine.a), std::copy(b, b + 4, mine.b);
+  with_lanes(mine, [&](DoubleFragments* warp) {
+    double* c[4] = {&c0, &c1, &c2, &c3};
+    for (int e = 0; e < 4; ++e) {
+      const int row = lane / 4, column = lane % 4 * 2 + e % 2;
+      for (int k = 0; k < 16; ++k)
+        *c[e] = std::fma(warp[row * 4 + k % 4].a[k / 4 * 2 + e / 2],
+                         warp[column * 4 + k % 4].b[k / 4], *c[e]);
+    }
+    return 0;
+  });
+}

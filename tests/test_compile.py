@@ -37,14 +37,16 @@ HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     """Every variant of the tile tables that a device of this architecture may choose."""
     limit = ARCHITECTURES[arch] * KIB
+    capability = int(arch.removeprefix("sm_").removesuffix("a"))
+    forward_table, backward_table = cuda_backend.tables(dtype, capability)
 
     def problem(width, softcap=None):
         return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0, softcap=softcap)
 
     forward = [
         cuda_backend.forward_variant(problem(width), tiles, True)
-        for width, table in cuda_backend.FORWARD[dtype].items()
-        for tiles in table
+        for width, candidates in forward_table.items()
+        for tiles in candidates
     ]
     if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
         forward += [
@@ -55,8 +57,8 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
         ]
     backward = [
         [variant for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]]
-        for width, table in cuda_backend.BACKWARD[dtype].items()
-        for tiles in table
+        for width, candidates in backward_table.items()
+        for tiles in candidates
     ]
     if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
         backward += [

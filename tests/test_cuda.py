@@ -13,17 +13,12 @@ from cuflash.problem import Problem
 pytestmark = pytest.mark.gpu
 
 
-TABLES = (cuda_backend.FORWARD, cuda_backend.BACKWARD)
-
-
 def configs():
     """Every row of the tile tables, with the width that it is for."""
-    for dtype in ("bfloat16", "float32", "float64"):
-        widths = sorted(set().union(*(table[dtype] for table in TABLES)))
-        for width in widths:
-            lists = [
-                next(rows for w, rows in table[dtype].items() if w >= width) for table in TABLES
-            ]
+    for dtype, capability in (("bfloat16", 80), ("float32", 80), ("float64", 75), ("float64", 80)):
+        tables = cuda_backend.tables(dtype, capability)
+        for width in sorted(set().union(*tables)):
+            lists = [next(rows for w, rows in table.items() if w >= width) for table in tables]
             for i in range(max(map(len, lists))):
                 tiles = (rows[min(i, len(rows) - 1)] for rows in lists)
                 yield dtype, width, cuda_backend.Config(*tiles)
@@ -53,6 +48,10 @@ def test_every_row_of_the_tables_is_right(dtype, width, config):
 
     if isinstance(config.forward, cuda_backend.HopperTiles):
         needs_hopper()
+    elif config.forward.mma:
+        capability, *_ = cuda_backend._limits(cupy.cuda.runtime.getDevice())
+        if capability not in cuda_backend.MMA_CAPABILITIES:
+            pytest.skip("needs float64 tensor cores")
     run = Run(case(150, 170, d=width, dv=width, batch=1, heads=2, heads_kv=1, dtype=dtype,
                    layout="contiguous", causal=True), cupy)  # fmt: skip
     out, lse = run.forward(backend="cuda", config=config)

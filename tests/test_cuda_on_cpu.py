@@ -159,6 +159,35 @@ def test_kernels(case, tiles, on_cpu):
     run.check_backward(backward(on_cpu, problem, config.backward, run, out, lse))
 
 
+# float64 on tensor cores: forward and backward tiles.
+_MMA = Tiles(16, 32, 1, slice=16, mma=True)
+MMA_CASES = [
+    (case(20, 33, d=9, dv=5, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True), _MMA,
+     _MMA),
+    (case(70, 90, d=40, dv=70, batch=1, heads=2, heads_kv=2, dtype="float64", layout="bshd",
+          causal="top_left"), Tiles(64, 32, 2, slice=32, mma=True),
+     Tiles(32, 32, 2, slice=32, mma=True)),
+    (case(50, 40, d=40, dv=6, batch=1, heads=2, heads_kv=1, dtype="float64", scale=-0.5,
+          layout="contiguous", window=(9, None)), Tiles(32, 16, 2, slice=32, mma=True),
+     Tiles(32, 32, 4, across=2, slice=32, mma=True)),
+    (case(40, 70, d=64, dv=24, batch=1, heads=1, heads_kv=1, dtype="float64", softcap=2.0,
+          layout="negative"), Tiles(32, 32, 4, across=2, slice=32, whole=False, mma=True),
+     Tiles(32, 64, 4, across=2, slice=32, whole=False, mma=True)),
+    (case(9, 3, d=8, dv=8, batch=1, heads=1, heads_kv=1, dtype="float64", causal=True), _MMA, _MMA),
+    (case(50, 130, d=20, dv=60, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
+          scale=3.0, layout="contiguous"), Tiles(16, 32, 2, across=2, slice=64, mma=True), _MMA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tiles", "backward_tiles"), MMA_CASES, ids=str)
+def test_float64_on_tensor_cores(case, tiles, backward_tiles, on_cpu):
+    run = Run(case, np)
+    options = {"scale": None, "causal": False, "window": None, "softcap": None, **run.options}
+    problem, _, out, lse = forward(on_cpu, tiles, run.q, run.k, run.v, *options.values())
+    run.check_forward(out, lse)
+    run.check_backward(backward(on_cpu, problem, backward_tiles, run, out, lse))
+
+
 def backward(backend, problem, tiles, run, out, lse):
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (run.q, run.k, run.v))
     operands = [run.q, run.k, run.v, out, run.dout, dq, dk, dv]
