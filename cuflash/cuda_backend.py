@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import dataclasses
 import functools
 import operator
 import struct
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), six pointers, sizes, numbers.
-PARAMS = struct.Struct("46q12i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), nine pointers, sizes, numbers.
+PARAMS = struct.Struct("49q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -47,6 +48,8 @@ class HopperTiles(NamedTuple):
     resident: int
     streamed: int
     stages: int = 2  # buffers for K, and for V
+    # float16 numbers that a float32 becomes: two are as accurate as float32; one, as TF32.
+    parts: int = 0
 
 
 class HopperBackward(NamedTuple):
@@ -104,6 +107,11 @@ FORWARD_HOPPER = {
 }
 # Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
+# float32, of which split.cu makes two float16 each: three products of four.
+FORWARD_HOPPER_32 = {
+    64: HopperTiles(128, 128, parts=2),
+    128: HopperTiles(128, 64, parts=2),
+}
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
     128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
@@ -327,15 +335,21 @@ def _backward_width(width: int, tiles: Tiles) -> int:
 
 def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
     d, dv = _rounded_up(problem.d, 64), _rounded_up(problem.dv, 64)
-    groups = tiles.resident // 64
-    out = 2 * tiles.resident * min(dv, 128)
-    k_and_v = tiles.stages * (2 * tiles.streamed * (d + dv) + 4 * 8)  # and barriers
+    groups, parts = tiles.resident // 64, max(tiles.parts, 1)
+    if tiles.parts:
+        out = groups * KIB
+        q_factors, kv_factors = 4 * tiles.resident, 4 * (tiles.streamed + dv)
+    else:
+        out = 2 * tiles.resident * min(dv, 128)
+        q_factors, kv_factors = 16, 32
+    k_and_v = 2 * parts * tiles.streamed * (d + dv) + kv_factors + 4 * 8  # and barriers
+    q = 2 * parts * tiles.resident * d + q_factors + 40
     shared = {  # by the number of buffers for Q
-        n: _rounded_up(n * (2 * tiles.resident * d + 40) + k_and_v + out + 4 * groups, KIB)
-        for n in (1, 2)
+        n: _rounded_up(n * q + tiles.stages * k_and_v + out + 4 * groups, KIB) for n in (1, 2)
     }
     q_stages = 2 if shared[2] <= 227 * KIB else 1
     macros = {
+        "SPLIT": tiles.parts,
         "BLOCK_Q": tiles.resident,
         "BLOCK_K": tiles.streamed,
         "STAGES": tiles.stages,
@@ -347,6 +361,19 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     )
 
 
+def split_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
+    """Of split.cu, for the same tiles."""
+    macros = {
+        "PARTS": tiles.parts,
+        "BLOCK_Q": tiles.resident,
+        "BLOCK_K": tiles.streamed,
+        "HEAD_DIM": _rounded_up(problem.d, 64),
+        "VALUE_DIM": _rounded_up(problem.dv, 64),
+    }
+    all_tiles = Tiles(tiles.resident, tiles.streamed, warps=8)
+    return _variant("split", "split", all_tiles, vector, macros, 8 * 32 * 8)
+
+
 def _transform(problem: Problem) -> int:
     """Whether scores are not just products with a positive factor."""
     return int(problem.softcap is not None or problem.scale <= 0)
@@ -354,7 +381,7 @@ def _transform(problem: Problem) -> int:
 
 def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
     macros = {
-        "ELEMENT": ELEMENTS[problem.dtype],
+        "ELEMENT": ELEMENTS.get(problem.dtype, "Half"),  # of float32, parts
         "HEAD_DIM": _rounded_up(problem.d, 32),
         "VALUE_DIM": _rounded_up(problem.dv, 32),
         "TRANSFORM": _transform(problem),
@@ -420,6 +447,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
+    if capability == 90 and problem.dtype == "float32" and width <= 128 and not problem.softcap:
+        row = next(w for w in FORWARD_HOPPER_32 if w >= width)
+        return Config(FORWARD_HOPPER_32[row], first(BACKWARD, backward_bytes, shared_limit))
     return Config(
         first(FORWARD, forward_bytes, forward_limit),
         first(BACKWARD, backward_bytes, shared_limit),
@@ -479,7 +509,8 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
     tiles = config.forward
     if isinstance(tiles, HopperTiles):
-        _forward_hopper(problem, tiles, q, k, v, out, lse)
+        on_hopper = _forward_split if tiles.parts else _forward_hopper
+        on_hopper(problem, tiles, q, k, v, out, lse)
         return
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
@@ -489,27 +520,79 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
 def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
     import cupy
 
-    if problem.sk == 0:  # there is no tensor map of an empty array
-        out.fill(0)
-        lse.fill(-cupy.inf)
+    if _nothing_seen(problem, out, lse):
         return
     pointers, layout = _described([q, k, v, out])
     if not _fit_for_tensor_maps(layout[0][:3], layout[1]):
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    if not plan.launches:
-        return
-    counter = None
-    if not _uniform(problem):
-        counter = cupy.ndarray(1, cupy.int32)
-        counter.data.memset_async(0, counter.nbytes)
+    counter = _counter(problem)
     # The kernel stores by a tensor map where it stores groups of eight elements at all.
     mapped = 4 if plan.vector else 3
     boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
     maps = (_tensor_maps(problem, boxes[:mapped], layout[0][:mapped], tuple(pointers[:mapped])),)
-    rows = [lse.data.ptr, 0, 0, 0, 0, counter.data.ptr if counter is not None else 0]
+    rows = [lse.data.ptr, 0, 0, 0, 0, counter.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, maps)
+
+
+def _nothing_seen(problem: Problem, out, lse) -> bool:
+    """Whether there is nothing to launch: there is no tensor map of an empty array."""
+    if out.size and problem.sk:
+        return False
+    out.fill(0)
+    lse.fill(-float("inf"))
+    return True
+
+
+def _counter(problem: Problem) -> Any:
+    """Of tiles given out: memory holding 0, or None where blocks take them in turn."""
+    if _uniform(problem):
+        return None
+    import cupy
+
+    counter = cupy.ndarray(1, cupy.int32).data
+    counter.memset_async(0, 4)
+    return counter
+
+
+def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
+    """float32: split.cu writes its parts as float16 arrays, which fwd_sm90 takes."""
+    import cupy
+
+    if _nothing_seen(problem, out, lse):
+        return
+    parts, factors = split_sizes(problem, tiles)
+    memory = [cupy.ndarray(shape, cupy.float16) for shape in parts]
+    numbers = cupy.ndarray(sum(factors), cupy.float32).data
+    counter = _counter(problem)
+    pointers, layout = _described([q, k, v, out, q, *memory])
+    plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
+    maps = _split_maps(problem, tiles, layout[0][5:], tuple(pointers[5:]))
+    rows = [lse.data.ptr, 0, 0, 0, 0, counter.ptr if counter is not None else 0]
+    rows += [numbers.ptr + 4 * sum(factors[:i]) for i in range(3)]
+    _launch(plan, pointers, rows, (maps,))
+
+
+def split_sizes(p: Problem, tiles: HopperTiles) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Shapes of the parts of q, k and v, and how many factors they have."""
+    d, dv = _rounded_up(p.d, 64), _rounded_up(p.dv, 64)
+    heads, heads_kv = (p.batch, p.heads), (p.batch, p.heads_kv)
+    parts = [
+        (*heads, p.sq, tiles.parts * d),
+        (*heads_kv, p.sk, tiles.parts * d),
+        (*heads_kv, p.sk, tiles.parts * dv),
+    ]
+    k_tiles = p.batch * p.heads_kv * -(-p.sk // tiles.streamed)
+    queries = p.batch * p.heads * _rounded_up(p.sq, tiles.resident)
+    return parts, [queries, k_tiles * tiles.streamed, k_tiles * dv]
+
+
+def _split_maps(p: Problem, tiles: HopperTiles, strides: tuple, pointers: tuple) -> Any:
+    (*_, d), _, (*_, dv) = split_sizes(p, tiles)[0]
+    of_parts = dataclasses.replace(p, dtype="float16", d=d, dv=dv)
+    boxes = tiles.resident, tiles.streamed, tiles.streamed
+    return _tensor_maps(of_parts, boxes, strides, pointers)
 
 
 def _uniform(problem: Problem) -> bool:
@@ -658,11 +741,18 @@ class Plan(NamedTuple):
 def _forward_plan(
     device, problem: Problem, tiles: Tiles | HopperTiles, strides, aligned: bool
 ) -> Plan:
-    vector = aligned and _whole_groups(problem, strides)
+    vector = aligned and _whole_groups(problem, strides[:4])
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
     variants = [(forward_variant(problem, tiles, vector), blocks)]
+    if isinstance(tiles, HopperTiles) and tiles.parts:
+        rows, tiles_of_v = (
+            problem.batch * problem.heads * -(-problem.sq // 8)
+            + problem.batch * problem.heads_kv * -(-problem.sk // 8)
+        ), problem.batch * problem.heads_kv * -(-problem.sk // tiles.streamed)
+        slabs = -(-problem.dv // 64)
+        variants.insert(0, (split_variant(problem, tiles, vector), rows + tiles_of_v * slabs))
     template = _template(problem, strides, _section(problem))
     return Plan(template, _loaded(device, variants), vector)
 
@@ -715,7 +805,7 @@ def _turns(p: Problem) -> tuple[int, int]:
 
 def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (46 - len(words))
+    words += [0] * (49 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)
