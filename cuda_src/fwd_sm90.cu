@@ -271,7 +271,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto finish_pv = [&] {
     const int stage = (turn - 1) % STAGES;
     wgmma_wait<0>();
-    if (SPLIT) add_scaled(o[0], part, shared.v_factors[stage]);
+    if (SPLIT) {
+      add_scaled(o[0], part, shared.v_factors[stage]);
+      __syncwarp();  // all lanes have read them
+    }
     release(v_empty + 8 * stage);
   };
   auto round = [&] {

@@ -193,6 +193,14 @@ HOPPER_CASES = [
           causal=True, scale=-0.4), HopperTiles(128, 32)),
     (case(64, 400, d=16, dv=16, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
           layout="contiguous", scale=20.0), HopperTiles(64, 16)),  # maxima that rise and rise
+    (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTiles(128, 32, parts=2)),
+    (case(70, 100, d=72, dv=8, batch=2, heads=2, heads_kv=1, layout="contiguous", window=(40, 3)),
+     HopperTiles(128, 64, 3, parts=2)),
+    (case(90, 150, d=128, dv=96, batch=1, heads=1, heads_kv=1, layout="bshd", scale=-0.4),
+     HopperTiles(64, 48, parts=2)),
+    (case(64, 400, d=16, dv=16, batch=1, heads=1, heads_kv=1, layout="contiguous", scale=20.0),
+     HopperTiles(64, 16, parts=2)),
 ]  # fmt: skip
 
 
@@ -207,11 +215,18 @@ def hopper(on_cpu, monkeypatch):
         lse = np.full(q.shape[:-1], np.nan, problem.compute)
         counter = np.zeros(1, np.int32)
         boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
-        maps = tensor_maps(zip((q, k, v, out), boxes, strict=True))
-        pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
-        plan = on_cpu._forward_plan(0, problem, tiles, *layout)
         rows = [lse.ctypes.data, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
+        operands, mapped = [q, k, v, out], [q, k, v, out]
+        if tiles.parts:
+            parts, factors = on_cpu.split_sizes(problem, tiles)
+            mapped = [np.full(shape, np.nan, np.float16) for shape in parts]
+            operands += [q, *mapped]
+            numbers = [np.full(n, np.nan, np.float32) for n in factors]
+            rows += [x.ctypes.data for x in numbers]
+        maps = tensor_maps(zip(mapped, boxes, strict=False))
+        pointers, layout = on_cpu._described([Device(x) for x in operands])
+        plan = on_cpu._forward_plan(0, problem, tiles, *layout)
         on_cpu._launch(plan, pointers, rows, [maps])
         return out, lse
 
