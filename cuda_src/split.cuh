@@ -26,10 +26,12 @@ DEVICE int kv_tile(const Params& p, int batch, int head) {
 // Scores from products of scaled rows. (One factor after the other: their product may overflow.)
 template <int kN>
 DEVICE void scale_scores(float (&s)[kN][4], const float* rows, const float* columns) {
-  const float row[2] = {rows[fragment_row<1>(0, 0)], rows[fragment_row<1>(0, 1)]};
+  const int thread = thread_again();
+  rows += thread / 32 * 16 + thread % 32 / 4, columns += thread % 4 * 2;
+  const float row[2] = {rows[0], rows[8]};
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n + fragment_column());
+    const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * row[e / 2] * (e % 2 ? column.y : column.x);
   }
@@ -38,9 +40,10 @@ DEVICE void scale_scores(float (&s)[kN][4], const float* rows, const float* colu
 // o += c, times a factor for each column.
 template <int kN>
 DEVICE void add_scaled(float (&o)[kN][4], const float (&c)[kN][4], const float* columns) {
+  columns += thread_again() % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n + fragment_column());
+    const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
 #pragma unroll
     for (int e = 0; e < 4; ++e) o[n][e] += c[n][e] * (e % 2 ? column.y : column.x);
   }

@@ -109,7 +109,7 @@ FORWARD_HOPPER = {
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
 # float32, of which split.cu makes two float16 each: three products of four.
 FORWARD_HOPPER_32 = {
-    64: HopperTiles(128, 128, parts=2),
+    64: HopperTiles(128, 112, parts=2),
     128: HopperTiles(128, 64, parts=2),
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
@@ -361,17 +361,20 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     )
 
 
-def split_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
-    """Of split.cu, for the same tiles."""
+def split_step(p: Problem, tiles: HopperTiles, vector: bool) -> tuple[Variant, int]:
+    """What comes before the kernel for float32, and of how many blocks."""
     macros = {
         "PARTS": tiles.parts,
         "BLOCK_Q": tiles.resident,
         "BLOCK_K": tiles.streamed,
-        "HEAD_DIM": _rounded_up(problem.d, 64),
-        "VALUE_DIM": _rounded_up(problem.dv, 64),
+        "HEAD_DIM": _rounded_up(p.d, 64),
+        "VALUE_DIM": _rounded_up(p.dv, 64),
     }
     all_tiles = Tiles(tiles.resident, tiles.streamed, warps=8)
-    return _variant("split", "split", all_tiles, vector, macros, 8 * 32 * 8)
+    variant = _variant("split", "split", all_tiles, vector, macros, 8 * 32 * 8)
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    of_v = -(-p.sk // tiles.streamed) * -(-p.dv // 64)  # a block for 64 columns of a tile
+    return variant, heads * -(-p.sq // 8) + heads_kv * (-(-p.sk // 8) + of_v)
 
 
 def _transform(problem: Problem) -> int:
@@ -472,6 +475,8 @@ def resources(problem: Problem) -> list[tuple[str, int, int, int, int]]:
 
     device, config = cupy.cuda.runtime.getDevice(), default_config(problem)
     variants = [forward_variant(problem, config.forward, True)]
+    if isinstance(config.forward, HopperTiles) and config.forward.parts:
+        variants.insert(0, split_step(problem, config.forward, True)[0])
     variants += [variant for variant, _ in backward_steps(problem, config.backward, True)]
     kernels = [(v, _kernel(device, v)) for v in variants]
     return [
@@ -747,12 +752,7 @@ def _forward_plan(
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
     variants = [(forward_variant(problem, tiles, vector), blocks)]
     if isinstance(tiles, HopperTiles) and tiles.parts:
-        rows, tiles_of_v = (
-            problem.batch * problem.heads * -(-problem.sq // 8)
-            + problem.batch * problem.heads_kv * -(-problem.sk // 8)
-        ), problem.batch * problem.heads_kv * -(-problem.sk // tiles.streamed)
-        slabs = -(-problem.dv // 64)
-        variants.insert(0, (split_variant(problem, tiles, vector), rows + tiles_of_v * slabs))
+        variants.insert(0, split_step(problem, tiles, vector))
     template = _template(problem, strides, _section(problem))
     return Plan(template, _loaded(device, variants), vector)
 

@@ -24,7 +24,7 @@ ARCHITECTURES = {
 #: fwd_sm90: of the copying thread, which at d = 64 has 32 registers; the others spill nothing.
 #: bwd_sm90: once at the end, with a softcap and results of any strides at d = 128.
 SPILLS = {
-    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
+    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0, "split": 0,
     "bwd_sm90": 8, "bwd_sm90_kv": 0, "bwd_sm90_q": 0,
 }  # fmt: skip
 
@@ -48,6 +48,11 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
             for width, tiles in table.items()
             for vector in (True, False)
         ]
+    if arch == "sm_90a" and dtype == "float32":
+        for width, tiles in cuda_backend.FORWARD_HOPPER_32.items():
+            for vector in (True, False):
+                forward.append(cuda_backend.forward_variant(problem(width), tiles, vector))
+                forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
     backward = [
         [variant for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]]
         for width, table in cuda_backend.BACKWARD[dtype].items()
