@@ -35,7 +35,11 @@ def tf32(x):
 def split(x, rounded, parts, axis):
     """`x` as a sum of `parts` rounded arrays, times a power of two for each row along `axis`."""
     top = np.abs(x).max(axis, keepdims=True)
-    factor = np.ldexp(np.float32(1), np.minimum(15 - np.frexp(top)[1], 100)) if rounded is fp16 else np.float32(1)
+    factor = (
+        np.ldexp(np.float32(1), np.minimum(15 - np.frexp(top)[1], 100))
+        if rounded is fp16
+        else np.float32(1)
+    )
     left, result = x * factor, []
     for _ in range(parts):
         result.append(rounded(left))
@@ -139,7 +143,9 @@ def main() -> None:
                     return np.abs(x - right).max(), np.sqrt(np.square(x - right).mean())
 
                 plain = errors(materialised(q, k, v))
-                print(f"d={width} keys={keys} scale={scale:g}: float32 {plain[0]:.2e} {plain[1]:.2e}")
+                print(
+                    f"d={width} keys={keys} scale={scale:g}: float32 {plain[0]:.2e} {plain[1]:.2e}"
+                )
                 for name in options.schemes:
                     rounded, orders = SCHEMES[name]
                     e = errors(attention(q, k, v, rounded, orders, 64, not options.inside))

@@ -17,16 +17,17 @@
 // computed again, and the maxima are looked for in the blocks after it too, 8 at first, then 128.
 // The bits are the same either way, as softmax.cuh says.
 //
-// With SPLIT operands are float16 times powers of two, of which a row of Q or K has one, and a column
-// of V one for each key block. With SPLIT 2 they are two float16 each, which hold 23 bits: x = high +
-// low. Of a product's four the smallest is left out. P is split in registers. Sums that grow with the
-// number of keys would be cut, not rounded, at every step: P V of a key block begins with 0, and is
-// added to the output on CUDA cores. Maxima never lag, and are subtracted before anything is scaled.
+// With SPLIT operands are float16 times powers of two, of which a row of Q or K has one, and a
+// column of V one for each key block. With SPLIT 2 they are two float16 each, which hold 23 bits: x
+// = high + low. Of a product's four the smallest is left out. P is split in registers. Sums that
+// grow with the number of keys would be cut, not rounded, at every step: P V of a key block begins
+// with 0, and is added to the output on CUDA cores. Maxima never lag, and are subtracted before
+// anything is scaled.
 //
-// Options: ELEMENT (Half | BFloat16), SPLIT (0: 16-bit arrays; 1, 2: split.cu), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q (64 a
-// computing warpgroup), BLOCK_K, STAGES, Q_STAGES (buffers for Q), TRANSFORM (softmax.cuh), VECTOR
-// (1: `out` has a tensor map, and goes through shared memory; 0: any strides).
-// Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
+// Options: ELEMENT (Half | BFloat16), SPLIT (0: 16-bit arrays; 1, 2: split.cu), HEAD_DIM, VALUE_DIM
+// (widths padded to 32), BLOCK_Q (64 a computing warpgroup), BLOCK_K, STAGES, Q_STAGES (buffers for
+// Q), TRANSFORM (softmax.cuh), VECTOR (1: `out` has a tensor map, and goes through shared memory;
+// 0: any strides). Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
 #include "hopper.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
@@ -92,8 +93,8 @@ DEVICE void load_factors(const float* to, const float* all, long long tile, unsi
 // Write lse, normalise and write the output. `tile`: the warpgroup's buffer; `copies`: this thread
 // starts its tensor copies.
 DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool copies,
-                  const Work& work, Softmax& softmax,
-                  const float (&o)[1][VALUE_DIM / 8][4], float unit) {
+                  const Work& work, Softmax& softmax, const float (&o)[1][VALUE_DIM / 8][4],
+                  float unit) {
   const int group = threadIdx.x / 128;
   float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
   float inverse[2];
@@ -199,8 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         work.head, work.batch, kFactorBytes * kQFactors);
             if (SPLIT)
               load_factors<kQFactors>(shared.q_factors[slot], p.q_factors,
-                                      q_tile(p, work.batch, work.head, work.q0),
-                                      q_full + 8 * slot);
+                                      q_tile(p, work.batch, work.head, work.q0), q_full + 8 * slot);
           } else {
             barrier_arrive(q_full + 8 * slot);
           }

@@ -97,7 +97,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 1; n < kS; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
         top = quad_max(top);
-        const bool rises = (top - max[m][r]) * unit > (kExact ? 0.0f : kLag);  // false where both are -inf
+        const bool rises =
+            (top - max[m][r]) * unit > (kExact ? 0.0f : kLag);  // false where both are -inf
         factor[m][r] = rises ? exp2_approx((max[m][r] - top) * unit) : 1.0f;
         max[m][r] = rises ? top : max[m][r];
         sum[m][r] *= factor[m][r];

@@ -1,16 +1,17 @@
 // float32 arrays as float16 ones for fwd_sm90.cu: q, k and v become dq, dk and dv, contiguous, of
 // PARTS * kWidth columns: the high parts, then the low parts, zeros beyond the width.
 //
-// Numbers are multiplied by powers of two: for each row of Q and K and, since P V sums over rows, for
-// each column of a tile of BLOCK_K rows of V, that which brings the largest number to 2^14 .. 2^15. So
-// high + low is off by 2^-24 of the number, or by 2^-40 of that largest number if that is more.
+// Numbers are multiplied by powers of two: for each row of Q and K and, since P V sums over rows,
+// for each column of a tile of BLOCK_K rows of V, that which brings the largest number to 2^14 ..
+// 2^15. So high + low is off by 2^-24 of the number, or by 2^-40 of that largest number if that is
+// more.
 //
 // Infinity has no low part. A row of Q or K with some becomes their signs, the factor infinity, and
 // so its scores what they should be: infinite, or NaN. In V infinity becomes NaN.
 //
-// Grid: blocks of 8 warps; first those for Q, a row a warp, then those for K, then those for V, each
-// for 64 columns of a tile: a warp has every eighth row. Options: PARTS (1 | 2), BLOCK_Q, BLOCK_K,
-// HEAD_DIM, VALUE_DIM (widths padded to 64), VECTOR.
+// Grid: blocks of 8 warps; first those for Q, a row a warp, then those for K, then those for V,
+// each for 64 columns of a tile: a warp has every eighth row. Options: PARTS (1 | 2), BLOCK_Q,
+// BLOCK_K, HEAD_DIM, VALUE_DIM (widths padded to 64), VECTOR.
 #include "split.cuh"
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
@@ -18,8 +19,8 @@ constexpr int kRows = BLOCK_K / 8;  // of V, a thread
 
 // The power of two for numbers of which the largest is this; the factor that undoes it.
 DEVICE float power_for(float largest, float& factor) {
-  // 268 - exponent has largest * power in 2^14 .. 2^15; 2^111 at most, so that factors, also those of
-  // V divided by kOfProbabilities, are normal numbers.
+  // 268 - exponent has largest * power in 2^14 .. 2^15; 2^111 at most, so that factors, also those
+  // of V divided by kOfProbabilities, are normal numbers.
   const unsigned biased = min(268 - (__builtin_bit_cast(unsigned, largest) >> 23), 238u);
   factor = __builtin_bit_cast(float, 254 - biased << 23);
   return __builtin_bit_cast(float, biased << 23);

@@ -11,8 +11,8 @@ DEVICE void split_pair(unsigned& high, unsigned& low, float a, float b) {
   low = pack<Half>(a - to_float<Half>(high), b - to_float<Half>(high >> 16));
 }
 
-// Factors undo the powers of two: a row of Q or K has one, a tile of V one for each column. They lie
-// in the order of the tiles of all heads: this is the number of a tile.
+// Factors undo the powers of two: a row of Q or K has one, a tile of V one for each column. They
+// lie in the order of the tiles of all heads: this is the number of a tile.
 DEVICE int q_tile(const Params& p, int batch, int head, int q0) {
   return (batch * p.heads + head) * (filled_up(p.sq, BLOCK_Q) / BLOCK_Q) + q0 / BLOCK_Q;
 }

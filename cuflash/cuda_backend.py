@@ -13,6 +13,7 @@ import functools
 import operator
 import struct
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -533,12 +534,8 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
     counter = _counter(problem)
-    # The kernel stores by a tensor map where it stores groups of eight elements at all.
-    mapped = 4 if plan.vector else 3
-    boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
-    maps = (_tensor_maps(problem, boxes[:mapped], layout[0][:mapped], tuple(pointers[:mapped])),)
     rows = [lse.data.ptr, 0, 0, 0, 0, counter.ptr if counter is not None else 0]
-    _launch(plan, pointers, rows, maps)
+    _launch(plan, pointers, rows, pointers)
 
 
 def _nothing_seen(problem: Problem, out, lse) -> bool:
@@ -573,10 +570,9 @@ def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> N
     counter = _counter(problem)
     pointers, layout = _described([q, k, v, out, q, *memory])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    maps = _split_maps(problem, tiles, layout[0][5:], tuple(pointers[5:]))
     rows = [lse.data.ptr, 0, 0, 0, 0, counter.ptr if counter is not None else 0]
     rows += [numbers.ptr + 4 * sum(factors[:i]) for i in range(3)]
-    _launch(plan, pointers, rows, (maps,))
+    _launch(plan, pointers, rows, pointers[5:])
 
 
 def split_sizes(p: Problem, tiles: HopperTiles) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -591,13 +587,6 @@ def split_sizes(p: Problem, tiles: HopperTiles) -> tuple[list[tuple[int, ...]], 
     k_tiles = p.batch * p.heads_kv * -(-p.sk // tiles.streamed)
     queries = p.batch * p.heads * _rounded_up(p.sq, tiles.resident)
     return parts, [queries, k_tiles * tiles.streamed, k_tiles * dv]
-
-
-def _split_maps(p: Problem, tiles: HopperTiles, strides: tuple, pointers: tuple) -> Any:
-    (*_, d), _, (*_, dv) = split_sizes(p, tiles)[0]
-    of_parts = dataclasses.replace(p, dtype="float16", d=d, dv=dv)
-    boxes = tiles.resident, tiles.streamed, tiles.streamed
-    return _tensor_maps(of_parts, boxes, strides, pointers)
 
 
 def _uniform(problem: Problem) -> bool:
@@ -621,12 +610,18 @@ def _aligned_copy(x: Any) -> Any:
     return copy
 
 
-@functools.lru_cache(1024)
-def _tensor_maps(p: Problem, rows: tuple[int, ...], strides: tuple, pointers: tuple) -> Any:
+def _encoder(p: Problem, rows: tuple[int, ...], strides: tuple) -> Callable[..., tuple[Any, int]]:
+    """From the arrays' pointers to their tensor maps; pointers come again and again."""
+    return functools.lru_cache(1024)(functools.partial(_tensor_maps, p, rows, strides))
+
+
+def _tensor_maps(
+    p: Problem, rows: tuple[int, ...], strides: tuple, *pointers: int
+) -> tuple[Any, int]:
     """The CUtensorMap of q, k, v and of out or dout, in a row, as kernels take them.
 
-    Boxes are 64 columns wide, of 128 bytes, swizzled, and of so many rows; what lies outside of an
-    array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
+    Memory, and where in it they begin. Boxes are 64 columns wide, of 128 bytes, swizzled, and of so
+    many rows; what lies outside of an array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
     encode = _driver().cuTensorMapEncodeTiled
     memory = ctypes.create_string_buffer(64 + 4 * 128)
@@ -634,16 +629,16 @@ def _tensor_maps(p: Problem, rows: tuple[int, ...], strides: tuple, pointers: tu
     of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
     sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads)
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
-    for i, pointer in enumerate(pointers):
+    for i, box in enumerate(rows):
         batch_stride, head_stride, row_stride, _ = strides[i]
         error = encode(
             ctypes.c_void_p(start + 128 * i),
             float16 if p.dtype == "float16" else bfloat16,
             4,
-            ctypes.c_void_p(pointer),
+            ctypes.c_void_p(pointers[i]),
             (ctypes.c_uint64 * 4)(*sizes[i], p.batch),
             (ctypes.c_uint64 * 3)(row_stride, head_stride, batch_stride),
-            (ctypes.c_uint32 * 4)(64, rows[i], 1, 1),
+            (ctypes.c_uint32 * 4)(64, box, 1, 1),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             interleave_none,
             swizzle_128,
@@ -666,7 +661,7 @@ def backward(
     """Write `dq`, `dk` and `dv`."""
     import cupy
 
-    tiles, maps = config.backward, ()
+    tiles = config.backward
     if isinstance(tiles, OnHopper) and not q.size * k.size:
         for grad in (dq, dk, dv):  # there is no tensor map of an empty array
             grad.fill(0)
@@ -674,15 +669,10 @@ def backward(
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    if isinstance(tiles, OnHopper):
-        mapped = [q, k, v, dout]
-        if not _fit_for_tensor_maps(*_described(mapped)[1]):
-            q, k, v, dout = mapped = [_aligned_copy(x) for x in mapped]
-            pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-        starts, (strides, _) = _described(mapped)
-        maps = tuple(
-            _tensor_maps(problem, boxes, strides, tuple(starts)) for boxes in backward_boxes(tiles)
-        )
+    mapped = [q, k, v, dout]
+    if isinstance(tiles, OnHopper) and not _fit_for_tensor_maps(*_described(mapped)[1]):
+        q, k, v, dout = [_aligned_copy(x) for x in mapped]
+        pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
@@ -693,7 +683,7 @@ def backward(
         start = 4 * sums if turns and isinstance(tiles, HopperBackward) else 0  # see bwd_sm90.cu
         (numbers + start).memset_async(0, 4 * (sums + turns) - start)
         rows += [numbers.ptr, numbers.ptr + 4 * sums if turns else 0]
-    _launch(plan, pointers, rows, maps)
+    _launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
 
 
 def backward_boxes(tiles: OnHopper) -> list[tuple[int, ...]]:
@@ -737,9 +727,8 @@ class Plan(NamedTuple):
     """What launches need: Params but for the pointers, as 8-byte words; and the launches."""
 
     template: array.array
-    # Kernel, grid, block, shared memory, and whether it takes tensor maps.
-    launches: list[tuple[Any, tuple, tuple, int, bool]]
-    vector: bool  # whether rows are whole 16-byte groups
+    # Kernel, grid, block, shared memory, and the encoder of the tensor maps that it takes.
+    launches: list[tuple[Any, tuple, tuple, int, Callable[..., tuple[Any, int]] | None]]
 
 
 @functools.lru_cache(4096)
@@ -748,13 +737,22 @@ def _forward_plan(
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides[:4])
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    encoders = []
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
+        boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
+        if tiles.parts:
+            (*_, d), _, (*_, dv) = split_sizes(problem, tiles)[0]
+            of_parts = dataclasses.replace(problem, dtype="float16", d=d, dv=dv)
+            encoders = [_encoder(of_parts, boxes[:3], strides[5:])]
+        else:
+            vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
+            encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
     variants = [(forward_variant(problem, tiles, vector), blocks)]
     if isinstance(tiles, HopperTiles) and tiles.parts:
         variants.insert(0, split_step(problem, tiles, vector))
     template = _template(problem, strides, _section(problem))
-    return Plan(template, _loaded(device, variants), vector)
+    return Plan(template, _loaded(device, variants, encoders))
 
 
 @functools.lru_cache(4096)
@@ -763,8 +761,11 @@ def _backward_plan(
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
-    section = tiles.together if isinstance(tiles, OnHopper) else 0
-    return Plan(_template(problem, strides, section), _loaded(device, steps), vector)
+    section, encoders = 0, []
+    if isinstance(tiles, OnHopper):
+        section, mapped = tiles.together, (*strides[:3], strides[4])
+        encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles)]
+    return Plan(_template(problem, strides, section), _loaded(device, steps, encoders))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
@@ -811,15 +812,17 @@ def _template(p: Problem, strides: tuple, section: int) -> array.array:
     return array.array("q", packed)
 
 
-def _loaded(
-    device: int, variants: list[tuple[Variant, int]]
-) -> list[tuple[Any, tuple, tuple, int, bool]]:
+def _loaded(device: int, variants: list[tuple[Variant, int]], encoders: list) -> list[tuple]:
     # The function behind a RawKernel, which itself looks for the device at every launch.
+    left = iter(encoders)
     return [
-        (_kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes, "sm90" in v.entry)
+        (
+            _kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes,
+            next(left) if "sm90" in v.entry else None,
+        )
         for v, blocks in variants
         if blocks
-    ]
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -839,8 +842,8 @@ def _by_address() -> Any:
     return CPointer
 
 
-def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: tuple = ()) -> None:
-    """`maps`: of the kernels that take tensor maps, in their order."""
+def _launch(plan: Plan, pointers: list[int], rows: list[int], mapped: Sequence[int] = ()) -> None:
+    """`mapped`: pointers of the arrays that have tensor maps."""
     params = plan.template[:]
     for i, pointer in enumerate(pointers):
         params[5 * i] = pointer
@@ -848,7 +851,6 @@ def _launch(plan: Plan, pointers: list[int], rows: list[int], maps: tuple = ()) 
         params[i] = pointer
     by_address = _by_address()
     args = (by_address(params.buffer_info()[0]),)
-    left = iter(maps)
-    for kernel, grid, block, shared_bytes, mapped in plan.launches:
-        more = (by_address(next(left)[1]),) if mapped else ()
+    for kernel, grid, block, shared_bytes, encode in plan.launches:
+        more = (by_address(encode(*mapped)[1]),) if encode else ()
         kernel(grid, block, args + more, shared_bytes)

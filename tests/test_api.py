@@ -175,6 +175,16 @@ def test_out(backend, xp):
     assert bool((stacked == want).all())
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_out_of_negative_strides(axis, backend, xp):
+    q, k, v = qkv(xp, "float16", d=8, dv=8)
+    want = flash_attention(q, k, v, backend=backend)
+    out = xp.flip(xp.zeros_like(want), axis)
+    assert out.strides[axis] < 0
+    flash_attention(q, k, v, out=out, backend=backend)
+    assert bool((out == want).all())
+
+
 def test_out_may_be_an_input(backend, xp):
     q, k, v = qkv(xp, d=6, dv=6, sq=7, heads=2)
     want = flash_attention(q, k, v, backend=backend)

@@ -63,6 +63,17 @@ def compiled(compiler, variant):
     return ctypes.CDLL(str(library)).run
 
 
+class Driver:
+    """Instead of CUDA's: writes a TensorMap as in hopper_on_cpu.cuh."""
+
+    @staticmethod
+    def cuTensorMapEncodeTiled(at, dtype, axes, pointer, sizes, strides, box, *rest):
+        words = np.frombuffer((ctypes.c_char * 128).from_address(at.value), np.int64)
+        words[:5] = pointer.value, 2, *strides
+        words[5:8].view(np.int32)[:5] = *sizes, box[1]
+        return 0
+
+
 @pytest.fixture
 def on_cpu(compiler, monkeypatch):
     """cuda_backend with its launches going to the CPU, for NumPy arrays."""
@@ -78,6 +89,7 @@ def on_cpu(compiler, monkeypatch):
 
     monkeypatch.setattr(cuda_backend, "_kernel", kernel)
     monkeypatch.setattr(cuda_backend, "_by_address", lambda: ctypes.c_void_p)
+    monkeypatch.setattr(cuda_backend, "_driver", lambda: Driver)
     for cached in (cuda_backend._forward_plan, cuda_backend._backward_plan):
         cached.cache_clear()
     yield cuda_backend
@@ -157,22 +169,8 @@ def backward(backend, problem, tiles, run, out, lse):
     if turns.size and isinstance(tiles, HopperBackward):
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data]
-    maps = ()
-    if isinstance(tiles, backend.OnHopper):
-        mapped = run.q, run.k, run.v, run.dout
-        maps = [tensor_maps(zip(mapped, b, strict=True)) for b in backend.backward_boxes(tiles)]
-    backend._launch(plan, pointers, rows, maps)
+    backend._launch(plan, pointers, rows, (*pointers[:3], pointers[4]))
     return dq, dk, dv
-
-
-def tensor_maps(arrays_and_rows):
-    """TensorMaps as in hopper_on_cpu.cuh, aligned, and their address."""
-    memory = np.zeros(4 * 16 + 8, np.int64)
-    maps = memory[-memory.ctypes.data % 64 // 8 :][: 4 * 16].reshape(4, 16)
-    for row, (x, box) in zip(maps, arrays_and_rows, strict=False):
-        row[:5] = x.ctypes.data, *x.strides[::-1]
-        row[5:8].view(np.int32)[:5] = *x.shape[::-1], box
-    return maps, maps.ctypes.data
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -214,20 +212,18 @@ def hopper(on_cpu, monkeypatch):
         out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
         lse = np.full(q.shape[:-1], np.nan, problem.compute)
         counter = np.zeros(1, np.int32)
-        boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
         rows = [lse.ctypes.data, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        operands, mapped = [q, k, v, out], [q, k, v, out]
+        operands, mapped = [q, k, v, out], slice(0, 4)
         if tiles.parts:
             parts, factors = on_cpu.split_sizes(problem, tiles)
-            mapped = [np.full(shape, np.nan, np.float16) for shape in parts]
-            operands += [q, *mapped]
+            operands += [q, *(np.full(shape, np.nan, np.float16) for shape in parts)]
+            mapped = slice(5, 8)
             numbers = [np.full(n, np.nan, np.float32) for n in factors]
             rows += [x.ctypes.data for x in numbers]
-        maps = tensor_maps(zip(mapped, boxes, strict=False))
         pointers, layout = on_cpu._described([Device(x) for x in operands])
         plan = on_cpu._forward_plan(0, problem, tiles, *layout)
-        on_cpu._launch(plan, pointers, rows, [maps])
+        on_cpu._launch(plan, pointers, rows, pointers[mapped])
         return out, lse
 
     return forward
@@ -290,9 +286,7 @@ def test_float32_on_hopper_takes_numbers_of_any_size(hopper):
     scale = 1e-14
     out, lse = hopper(tiles, q, k, v, scale=scale)
     want, want_lse = attention_reference(q, k, v, scale=scale, return_lse=True)
-    plain, plain_lse = attention_reference(
-        q, k, v, scale=scale, return_lse=True, dtype="float32"
-    )
+    plain, plain_lse = attention_reference(q, k, v, scale=scale, return_lse=True, dtype="float32")
     columns = abs(v).max(2, keepdims=True)
     close("out", out / columns, want / columns, plain / columns, rounding=eps("float32"))
     close("lse", lse, want_lse, plain_lse, rounding=2 * eps("float32") * peak(want_lse))
