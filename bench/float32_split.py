@@ -35,11 +35,8 @@ def tf32(x):
 def split(x, rounded, parts, axis):
     """`x` as a sum of `parts` rounded arrays, times a power of two for each row along `axis`."""
     top = np.abs(x).max(axis, keepdims=True)
-    factor = (
-        np.ldexp(np.float32(1), np.minimum(15 - np.frexp(top)[1], 100))
-        if rounded is fp16
-        else np.float32(1)
-    )
+    power = np.minimum(15 - np.frexp(top)[1], 100) if rounded is fp16 else 0
+    factor = np.ldexp(np.float32(1), power)
     left, result = x * factor, []
     for _ in range(parts):
         result.append(rounded(left))
@@ -84,7 +81,7 @@ SCHEMES = {
 
 
 def attention(q, k, v, rounded, orders, block, outside=True):
-    """The tiled forward pass; `outside`: each block's P V begins with 0, and is added in float32."""
+    """The tiled forward pass; `outside`: P V of a block begins with 0, and is added in float32."""
     parts = max(map(max, orders)) + 1
     unit = np.float32(q.shape[1] ** -0.5 * np.log2(np.e))
     (q_parts, q_factor), out = split(q, rounded, parts, 1), np.zeros((len(q), v.shape[1]), "f4")

@@ -524,8 +524,6 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
 
 
 def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
-    import cupy
-
     if _nothing_seen(problem, out, lse):
         return
     pointers, layout = _described([q, k, v, out])
