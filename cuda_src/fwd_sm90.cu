@@ -39,7 +39,7 @@ constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
 static_assert(BLOCK_Q % 64 == 0 && BLOCK_K % 16 == 0, "tiles of wgmma");
 
 // Of the 65,536 registers: as few for the copying warpgroup as it can do with.
-constexpr bool kMany = VALUE_DIM > 224;
+constexpr bool kMany = SPLIT || VALUE_DIM > 224;
 constexpr int kCopyingRegisters = kGroups == 3 ? 32 : kMany ? 40 : 56;
 constexpr int kComputingRegisters = kGroups == 3 ? 160 : kMany ? 232 : 224;
 static_assert(kCopyingRegisters + kGroups * kComputingRegisters <=
@@ -181,6 +181,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int first_tile = SPLIT ? kv_tile(p, work.batch, work.head) + work.k_begin : 0;
       // From the last key block to the first: a ragged end comes when all is still to do. K goes
       // before Q, whose buffer may still be in use, and before the V of the block before.
+#if SPLIT
+#pragma unroll 1  // else up to 100 bytes are spilled
+#endif
       for (int i = 0; i <= blocks; ++i) {
         const int row = (work.k_begin + blocks - 1 - i) * BLOCK_K;
         if (i < blocks) {
