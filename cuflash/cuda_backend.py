@@ -113,6 +113,10 @@ FORWARD_HOPPER_32 = {
     64: HopperTiles(128, 112, parts=2),
     128: HopperTiles(128, 64, parts=2),
 }
+FORWARD_HOPPER_TF32 = {
+    64: HopperTiles(128, 128, 4, parts=1),
+    128: HopperTiles(128, 80, parts=1),
+}
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
     128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
@@ -452,8 +456,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
     if capability == 90 and problem.dtype == "float32" and width <= 128 and not problem.softcap:
-        row = next(w for w in FORWARD_HOPPER_32 if w >= width)
-        return Config(FORWARD_HOPPER_32[row], first(BACKWARD, backward_bytes, shared_limit))
+        table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
+        row = next(w for w in table if w >= width)
+        return Config(table[row], first(BACKWARD, backward_bytes, shared_limit))
     return Config(
         first(FORWARD, forward_bytes, forward_limit),
         first(BACKWARD, backward_bytes, shared_limit),

@@ -53,10 +53,11 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
             for vector in (True, False)
         ]
     if arch == "sm_90a" and dtype == "float32":
-        for width, tiles in cuda_backend.FORWARD_HOPPER_32.items():
-            for vector in (True, False):
-                forward.append(cuda_backend.forward_variant(problem(width), tiles, vector))
-                forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
+        for table in (cuda_backend.FORWARD_HOPPER_32, cuda_backend.FORWARD_HOPPER_TF32):
+            for width, tiles in table.items():
+                for vector in (True, False):
+                    forward.append(cuda_backend.forward_variant(problem(width), tiles, vector))
+                    forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
     backward = [
         [variant for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]]
         for width, table in cuda_backend.BACKWARD[dtype].items()

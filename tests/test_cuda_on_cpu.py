@@ -292,6 +292,24 @@ def test_float32_on_hopper_takes_numbers_of_any_size(hopper):
     close("lse", lse, want_lse, plain_lse, rounding=2 * eps("float32") * peak(want_lse))
 
 
+def to_11_bits(x):
+    """To the nearest number of the format TF32."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return (bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13).view(np.float32)
+
+
+def test_tf32_on_hopper(hopper):
+    q, k, v = (normal(np, 2, 2, n, 72, seed=n) for n in (130, 300, 300))
+    out, lse = hopper(HopperTiles(128, 80, parts=1), q, k, v)
+    want, want_lse = attention_reference(q, k, v, return_lse=True)
+    s = to_11_bits(q) @ to_11_bits(k).swapaxes(-1, -2) * np.float32(72**-0.5)
+    top = s.max(-1, keepdims=True)
+    p = np.exp(s - top)
+    total = p.sum(-1, keepdims=True)
+    close("out", out, want, to_11_bits(p) @ to_11_bits(v) / total, rounding=0)
+    close("lse", lse, want_lse, (top + np.log(total))[..., 0], rounding=0)
+
+
 HOPPER_BACKWARD_CASES = [
     (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
           causal=True), HopperBackward(128, 1, turns_from=0)),
