@@ -178,6 +178,21 @@ def test_extra_memory(d, tiles_for):
     assert grad <= 3 * matrix + 2 * rows + 2 * matrix + slack
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_extra_memory_of_float32(d):
+    # On Hopper at most as much as the inputs, and a factor for each row and for columns of tiles.
+    import cupy
+
+    s = 16384
+    q = normal(cupy, 1, 2, s, d)
+    cuflash.warmup("float32", d)
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        flash_attention(q, q, q)
+    parts = 3 * q.nbytes + q.nbytes // 16 if on_hopper() else 0
+    assert pool.total_bytes() <= q.nbytes + 2 * s * 4 + parts + (1 << 16)
+
+
 @pytest.mark.parametrize("d", [64, 192])
 @pytest.mark.parametrize("causal", [False, True])
 def test_graph_capture(causal, d, tiles_for):
