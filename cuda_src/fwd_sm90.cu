@@ -55,6 +55,10 @@ using VTile = Tile<BLOCK_K, kParts * 64 * slabs(VALUE_DIM), kComputing>;
 // Of the output of a warpgroup, slabs of 64 columns, by turns; with SPLIT it is not used.
 using OutTile = Tile<SPLIT ? 8 : 64, 64 * (VALUE_DIM > 64 && !SPLIT ? 2 : 1), 128>;
 
+// Columns of P V at a time, with SPLIT: it and the output have registers of their own.
+constexpr int kSlice = SPLIT && VALUE_DIM > 128 ? 64 : VALUE_DIM;
+static_assert(VALUE_DIM % kSlice == 0, "whole slices");
+
 // Factors of a tile; without SPLIT there are none.
 constexpr int kQFactors = SPLIT ? BLOCK_Q : 4, kKFactors = SPLIT ? BLOCK_K : 4;
 constexpr int kVFactors = SPLIT ? 64 * slabs(VALUE_DIM) : 4;
@@ -83,6 +87,14 @@ struct TensorMaps {
 // Products of parts, the small ones first: low x high, high x low, high x high.
 constexpr int kFirstTerm = kParts == 2 ? 0 : 2;
 constexpr int kFactorBytes = SPLIT ? 4 : 0;
+
+template <bool kFirst, class First, class Second>
+DEVICE auto& first_if(First& first, Second& second) {
+  if constexpr (kFirst)
+    return first;
+  else
+    return second;
+}
 
 // Of tile `tile` of all.
 template <int kCount>
@@ -228,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const bool speaks = threadIdx.x % 32 == 0, copies = threadIdx.x % 128 == 0;  // for its warp
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
-  float part[VALUE_DIM / 8][4];  // P V of a block, with SPLIT
+  float part[kSlice / 8][4];  // P V of a block, with SPLIT, kSlice columns at a time
   unsigned probabilities[kParts][BLOCK_K / 16][4];
   auto release = [&](unsigned barrier) {
     if (speaks) barrier_arrive(barrier);
@@ -251,14 +263,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                      k + columns_at<KTile>(i + (term == 1) * kLow), term > kFirstTerm || i > 0);
     wgmma_commit();
   };
-  // Start O += P V, for the block of the turn before.
+  // Start O += P V, for the block of the turn before; with SPLIT, a slice of it.
   bool adds = false;  // else O = P V
-  auto multiply_pv = [&] {
+  auto multiply_pv = [&](int slice = 0) {
     const int stage = (turn - 1) % STAGES;
     barrier_wait(v_full + 8 * stage, (turn - 1) / STAGES % 2);
-    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes);
+    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes) +
+                       slice * (kSlice / 64 * VTile::kSlabBytes >> 4);
     constexpr int kLow = slabs(VALUE_DIM) * VTile::kSlabBytes >> 4;
-    float (&sums)[VALUE_DIM / 8][4] = SPLIT ? part : o[0];
+    auto& sums = first_if<SPLIT != 0>(part, o[0]);
     wgmma_fence();
 #pragma unroll
     for (int term = kFirstTerm; term < 3; ++term)
@@ -275,7 +288,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int stage = (turn - 1) % STAGES;
     wgmma_wait<0>();
     if (SPLIT) {
-      add_scaled(o[0], part, shared.v_factors[stage]);
+#pragma unroll
+      for (int slice = 0; slice < VALUE_DIM / kSlice; ++slice) {
+        if (slice > 0) {
+          multiply_pv(slice);
+          wgmma_wait<0>();
+        }
+        add_scaled(o[0], part, slice * kSlice, shared.v_factors[stage]);
+      }
       __syncwarp();  // all lanes have read them
     }
     release(v_empty + 8 * stage);

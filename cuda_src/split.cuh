@@ -37,15 +37,16 @@ DEVICE void scale_scores(float (&s)[kN][4], const float* rows, const float* colu
   }
 }
 
-// o += c, times a factor for each column.
-template <int kN>
-DEVICE void add_scaled(float (&o)[kN][4], const float (&c)[kN][4], const float* columns) {
-  columns += thread_again() % 4 * 2;
+// o += c, times a factor for each column; from this column of o on.
+template <int kN, int kAll>
+DEVICE void add_scaled(float (&o)[kAll][4], const float (&c)[kN][4], int column0,
+                       const float* columns) {
+  columns += column0 + thread_again() % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) o[n][e] += c[n][e] * (e % 2 ? column.y : column.x);
+    for (int e = 0; e < 4; ++e) o[column0 / 8 + n][e] += c[n][e] * (e % 2 ? column.y : column.x);
   }
 }
 

@@ -112,10 +112,14 @@ FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with 
 FORWARD_HOPPER_32 = {
     64: HopperTiles(128, 112, parts=2),
     128: HopperTiles(128, 64, parts=2),
+    192: HopperTiles(128, 32, parts=2),
+    256: HopperTiles(128, 32, 1, parts=2),
 }
 FORWARD_HOPPER_TF32 = {
     64: HopperTiles(128, 128, 4, parts=1),
     128: HopperTiles(128, 80, parts=1),
+    192: HopperTiles(128, 64, parts=1),
+    256: HopperTiles(128, 32, 3, parts=1),
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
@@ -355,6 +359,7 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     q_stages = 2 if shared[2] <= 227 * KIB else 1
     macros = {
         "SPLIT": tiles.parts,
+        **({"VALUE_DIM": dv} if tiles.parts and dv > 128 else {}),  # whole slices
         "BLOCK_Q": tiles.resident,
         "BLOCK_K": tiles.streamed,
         "STAGES": tiles.stages,
@@ -455,7 +460,7 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
-    if capability == 90 and problem.dtype == "float32" and width <= 128 and not problem.softcap:
+    if capability == 90 and problem.dtype == "float32" and not problem.softcap:
         table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
         row = next(w for w in table if w >= width)
         return Config(table[row], first(BACKWARD, backward_bytes, shared_limit))

@@ -199,6 +199,10 @@ HOPPER_CASES = [
      HopperTiles(64, 48, parts=2)),
     (case(64, 400, d=16, dv=16, batch=1, heads=1, heads_kv=1, layout="contiguous", scale=20.0),
      HopperTiles(64, 16, parts=2)),
+    (case(70, 90, d=40, dv=200, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTiles(128, 32, 1, parts=2)),
+    (case(70, 90, d=200, dv=136, batch=1, heads=1, heads_kv=1, layout="contiguous"),
+     HopperTiles(64, 32, parts=2)),
 ]  # fmt: skip
 
 
