@@ -237,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   registers_raise<kComputingRegisters>();
 
   const int group = threadIdx.x / 128;
-  const bool speaks = threadIdx.x % 32 == 0, copies = threadIdx.x % 128 == 0;  // for its warp
+  const bool speaks = threadIdx.x % 32 == 0;   // for its warp
+  const bool copies = threadIdx.x % 128 == 0;  // for its warpgroup
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
   float part[kSlice / 8][4];  // P V of a block, with SPLIT, kSlice columns at a time

@@ -112,7 +112,9 @@ inline void bulk_load(unsigned to, const void* from, unsigned barrier, int bytes
   std::memcpy(memory + to, from, bytes);
   change(barrier, 0, -bytes);
 }
-inline void bulk_store(void* to, unsigned from, int bytes) { std::memcpy(to, memory + from, bytes); }
+inline void bulk_store(void* to, unsigned from, int bytes) {
+  std::memcpy(to, memory + from, bytes);
+}
 inline void bulk_add(float* to, unsigned from, int bytes) {
   for (int i = 0; i < bytes / 4; ++i) to[i] += shared<float>(from + 4 * i);
 }
