@@ -18,8 +18,8 @@
 // The bits are the same either way, as softmax.cuh says.
 //
 // With SPLIT operands are float16 times powers of two, of which a row of Q or K has one, and a
-// column of V one for each key block. With SPLIT 2 they are two float16 each, which hold 23 bits: x
-// = high + low. Of a product's four the smallest is left out. P is split in registers. Sums that
+// column of V one for each key block. With SPLIT 2 they are two float16 each, high + low, which
+// hold 23 bits. Of a product's four the smallest is left out. P is split in registers. Sums that
 // grow with the number of keys would be cut, not rounded, at every step: P V of a key block begins
 // with 0, and is added to the output on CUDA cores. Maxima never lag, and are subtracted before
 // anything is scaled.

@@ -97,8 +97,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 1; n < kS; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
         top = quad_max(top);
-        const bool rises =
-            (top - max[m][r]) * unit > (kExact ? 0.0f : kLag);  // false where both are -inf
+        // False where both are -inf.
+        const bool rises = (top - max[m][r]) * unit > (kExact ? 0.0f : kLag);
         factor[m][r] = rises ? exp2_approx((max[m][r] - top) * unit) : 1.0f;
         max[m][r] = rises ? top : max[m][r];
         sum[m][r] *= factor[m][r];
@@ -192,7 +192,8 @@ struct OnlineSoftmax {
   // 1 / (sum of the row), 0 where nothing was seen; and the row's lse.
   DEVICE float finish(int m, int r, float unit, float& lse) {
     const float total = quad_sum(sum[m][r]);
-    lse = total == 0 ? -kInfinity : (max[m][r] * unit + log2_approx(total)) * kLn2;
+    const float of_total = kExact ? log2f(total) : log2_approx(total);
+    lse = total == 0 ? -kInfinity : (max[m][r] * unit + of_total) * kLn2;
     return total == 0 ? 0.0f : __fdividef(1.0f, total);
   }
 };

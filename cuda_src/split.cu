@@ -1,5 +1,5 @@
 // float32 arrays as float16 ones for fwd_sm90.cu: q, k and v become dq, dk and dv, contiguous, of
-// PARTS * kWidth columns: the high parts, then the low parts, zeros beyond the width.
+// PARTS times a padded width: the high parts, then the low parts, zeros beyond the width.
 //
 // Numbers are multiplied by powers of two: for each row of Q and K and, since P V sums over rows,
 // for each column of a tile of BLOCK_K rows of V, that which brings the largest number to 2^14 ..
