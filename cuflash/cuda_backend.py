@@ -10,6 +10,7 @@ import array
 import ctypes
 import dataclasses
 import functools
+import itertools
 import operator
 import struct
 import sys
@@ -572,29 +573,31 @@ def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> N
 
     if _nothing_seen(problem, out, lse):
         return
-    parts, factors = split_sizes(problem, tiles)
-    memory = [cupy.ndarray(shape, cupy.float16) for shape in parts]
-    numbers = cupy.ndarray(sum(factors), cupy.float32).data
+    nbytes, offsets, parts = split_memory(problem, tiles)
+    memory = cupy.ndarray(nbytes, cupy.uint8).data
+    starts = [memory.ptr + offset for offset in offsets]
     counter = _counter(problem)
-    pointers, layout = _described([q, k, v, out, q, *memory])
-    plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    rows = [lse.data.ptr, 0, 0, 0, 0, counter.ptr if counter is not None else 0]
-    rows += [numbers.ptr + 4 * sum(factors[:i]) for i in range(3)]
-    _launch(plan, pointers, rows, pointers[5:])
+    pointers, (strides, aligned) = _described([q, k, v, out, q])  # dout is not there
+    plan = _forward_plan(q.data.device_id, problem, tiles, strides + parts, aligned)
+    rows = [lse.data.ptr, 0, 0, 0, 0, counter.ptr if counter is not None else 0, *starts[3:]]
+    _launch(plan, pointers + starts[:3], rows, starts[:3])
 
 
-def split_sizes(p: Problem, tiles: HopperTiles) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Shapes of the parts of q, k and v, and how many factors they have."""
+@functools.lru_cache(4096)
+def split_memory(p: Problem, tiles: HopperTiles) -> tuple[int, list[int], tuple]:
+    """Bytes for what split.cu writes; where in them the parts of q, k and v and their factors
+    begin; and the strides of the parts."""
     d, dv = _rounded_up(p.d, 64), _rounded_up(p.dv, 64)
-    heads, heads_kv = (p.batch, p.heads), (p.batch, p.heads_kv)
-    parts = [
-        (*heads, p.sq, tiles.parts * d),
-        (*heads_kv, p.sk, tiles.parts * d),
-        (*heads_kv, p.sk, tiles.parts * dv),
-    ]
+    rows, rows_kv = p.batch * p.heads * p.sq, p.batch * p.heads_kv * p.sk
+    widths = [2 * tiles.parts * width for width in (d, d, dv)]  # bytes
     k_tiles = p.batch * p.heads_kv * -(-p.sk // tiles.streamed)
-    queries = p.batch * p.heads * _rounded_up(p.sq, tiles.resident)
-    return parts, [queries, k_tiles * tiles.streamed, k_tiles * dv]
+    q_factors = p.batch * p.heads * _rounded_up(p.sq, tiles.resident)
+    sizes = [n * width for n, width in zip((rows, rows_kv, rows_kv), widths, strict=True)]
+    sizes += [4 * n for n in (q_factors, k_tiles * tiles.streamed, k_tiles * dv)]
+    offsets = [0, *itertools.accumulate(_rounded_up(size, KIB) for size in sizes)]
+    shapes = zip(((p.heads, p.sq), (p.heads_kv, p.sk), (p.heads_kv, p.sk)), widths, strict=True)
+    strides = tuple([(h * s * width, s * width, width, 2) for (h, s), width in shapes])
+    return offsets[-1], offsets[:-1], strides
 
 
 def _uniform(problem: Problem) -> bool:
@@ -750,7 +753,7 @@ def _forward_plan(
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
         boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
         if tiles.parts:
-            (*_, d), _, (*_, dv) = split_sizes(problem, tiles)[0]
+            d, _, dv = [row // 2 for _, _, row, _ in strides[5:]]
             of_parts = dataclasses.replace(problem, dtype="float16", d=d, dv=dv)
             encoders = [_encoder(of_parts, boxes[:3], strides[5:])]
         else:

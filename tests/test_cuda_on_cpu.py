@@ -218,16 +218,18 @@ def hopper(on_cpu, monkeypatch):
         counter = np.zeros(1, np.int32)
         rows = [lse.ctypes.data, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        operands, mapped = [q, k, v, out], slice(0, 4)
+        operands, parts = [q, k, v, out], ()
         if tiles.parts:
-            parts, factors = on_cpu.split_sizes(problem, tiles)
-            operands += [q, *(np.full(shape, np.nan, np.float16) for shape in parts)]
-            mapped = slice(5, 8)
-            numbers = [np.full(n, np.nan, np.float32) for n in factors]
-            rows += [x.ctypes.data for x in numbers]
-        pointers, layout = on_cpu._described([Device(x) for x in operands])
-        plan = on_cpu._forward_plan(0, problem, tiles, *layout)
-        on_cpu._launch(plan, pointers, rows, pointers[mapped])
+            nbytes, offsets, parts = on_cpu.split_memory(problem, tiles)
+            memory = np.full(nbytes, 255, np.uint8)  # NaN
+            starts = [memory.ctypes.data + offset for offset in offsets]
+            operands += [q]
+        pointers, (strides, aligned) = on_cpu._described([Device(x) for x in operands])
+        plan = on_cpu._forward_plan(0, problem, tiles, strides + parts, aligned)
+        if tiles.parts:
+            on_cpu._launch(plan, pointers + starts[:3], rows + starts[3:], starts[:3])
+        else:
+            on_cpu._launch(plan, pointers, rows, pointers)
         return out, lse
 
     return forward
