@@ -102,14 +102,11 @@ DEVICE void load_factors(const float* to, const float* all, long long tile, unsi
   bulk_load(shared_address(to), all + tile * kCount, barrier, 4 * kCount);
 }
 
-// Write lse, normalise and write the output. `tile`: the warpgroup's buffer; `copies`: this thread
-// starts its tensor copies.
-DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool copies,
-                  const Work& work, Softmax& softmax, const float (&o)[1][VALUE_DIM / 8][4],
-                  float unit) {
-  const int group = threadIdx.x / 128;
+// What needs no output yet: write lse; 1 / the sums; and the warpgroup's buffer is free. `copies`:
+// this thread starts its tensor copies.
+DEVICE void finish(const Params& p, const Work& work, Softmax& softmax, float unit, bool copies,
+                   float (&inverse)[2]) {
   float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
-  float inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float row_lse;
@@ -117,6 +114,17 @@ DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool cop
     const int row = work.q0 + fragment_row<1>(0, r);
     if (fragment_column() == 0 && row < p.sq) lse[row] = row_lse;
   }
+  if constexpr (VECTOR && !SPLIT) {
+    if (copies) bulk_wait_read();
+    named_sync(1 + threadIdx.x / 128, 128);
+  }
+}
+
+// Normalise and write the output, by way of the buffer `tile`.
+DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool copies,
+                  const Work& work, const float (&o)[1][VALUE_DIM / 8][4],
+                  const float (&inverse)[2]) {
+  const int group = threadIdx.x / 128;
   if constexpr (SPLIT) {
     const Head<float> out(p.out, work.batch, work.head);
 #pragma unroll
@@ -125,8 +133,6 @@ DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool cop
       if (row < p.sq) store_floats<VECTOR>(out, o[0], r, inverse[r], row, p.v_width);
     }
   } else if constexpr (VECTOR) {
-    if (copies) bulk_wait_read();  // what is in the buffer has been read
-    named_sync(1 + group, 128);
 #pragma unroll
     for (int slab = 0; slab < slabs(VALUE_DIM); ++slab) {
       const unsigned buffer = tile + slab % 2 * OutTile::kSlabBytes;
@@ -367,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       return copy;
     };
     Work done;
+    float inverse[2];
     if (k0 >= k_stop) {
       wait_for_k();
       multiply_qk();
@@ -395,12 +402,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
       multiply_pv();
       done = leave();
+      finish(p, done, softmax, scores.unit, copies, inverse);
       finish_pv();
     } else {
       clear(o);
       done = leave();
+      finish(p, done, softmax, scores.unit, copies, inverse);
     }
-    store(p, maps.out, shared_address(&shared.out[group]), copies, done, softmax, o, scores.unit);
+    store(p, maps.out, shared_address(&shared.out[group]), copies, done, o, inverse);
   }
   if (VECTOR && copies) bulk_wait_read();  // shared memory must last as long
 }

@@ -192,8 +192,8 @@ struct OnlineSoftmax {
   // 1 / (sum of the row), 0 where nothing was seen; and the row's lse.
   DEVICE float finish(int m, int r, float unit, float& lse) {
     const float total = quad_sum(sum[m][r]);
-    const float of_total = kExact ? log2f(total) : log2_approx(total);
-    lse = total == 0 ? -kInfinity : (max[m][r] * unit + of_total) * kLn2;
+    lse = total == 0 ? -kInfinity
+                     : (max[m][r] * unit + (kExact ? log2f(total) : log2_approx(total))) * kLn2;
     return total == 0 ? 0.0f : __fdividef(1.0f, total);
   }
 };
