@@ -10,6 +10,13 @@ DEVICE unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
+// threadIdx.x, read where it says so: what is made of it need not stay in a register.
+DEVICE int thread_again() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // --- conversions
 
 template <class T>

@@ -1,4 +1,5 @@
-// Forward for float16 and bfloat16 on Hopper: tensor copies (TMA) and wgmma.
+// Forward on Hopper, by tensor copies (TMA) and wgmma: of float16 and bfloat16, and of float32 that
+// split.cu has made float16 of.
 //
 // Grid: as many blocks as multiprocessors. Each takes query tiles in the order that struct Work
 // gives: every gridDim-th, or under a mask, where they differ, the next that nobody has. Of its
@@ -16,12 +17,20 @@
 // computed again, and the maxima are looked for in the blocks after it too, 8 at first, then 128.
 // The bits are the same either way, as softmax.cuh says.
 //
-// Options: ELEMENT (Half | BFloat16), HEAD_DIM, VALUE_DIM (widths padded to 32), BLOCK_Q (64 a
-// computing warpgroup), BLOCK_K, STAGES, Q_STAGES (buffers for Q), TRANSFORM (softmax.cuh), VECTOR
-// (1: `out` has a tensor map, and goes through shared memory; 0: any strides).
-// Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
+// With SPLIT operands are float16 times powers of two, of which a row of Q or K has one, and a
+// column of V one for each key block. With SPLIT 2 they are two float16 each, high + low, which
+// hold 23 bits. Of a product's four the smallest is left out. P is split in registers. Sums that
+// grow with the number of keys would be cut, not rounded, at every step: P V of a key block begins
+// with 0, and is added to the output on CUDA cores. Maxima never lag, and are subtracted before
+// anything is scaled.
+//
+// Options: ELEMENT (Half | BFloat16), SPLIT (0: 16-bit arrays; 1, 2: split.cu), HEAD_DIM, VALUE_DIM
+// (widths padded to 32), BLOCK_Q (64 a computing warpgroup), BLOCK_K, STAGES, Q_STAGES (buffers for
+// Q), TRANSFORM (softmax.cuh), VECTOR (1: `out` has a tensor map, and goes through shared memory;
+// 0: any strides). Source: Shah et al. 2024, arXiv:2407.08608, algorithms 1 and 2.
 #include "hopper.cuh"
 #include "softmax.cuh"
+#include "split.cuh"
 #include "warpgroup.cuh"
 #include "work.cuh"
 
@@ -30,26 +39,40 @@ constexpr int kComputing = 128 * kGroups, kThreads = kComputing + 128;
 static_assert(BLOCK_Q % 64 == 0 && BLOCK_K % 16 == 0, "tiles of wgmma");
 
 // Of the 65,536 registers: as few for the copying warpgroup as it can do with.
-constexpr int kCopyingRegisters = kGroups == 3 ? 32 : VALUE_DIM > 224 ? 40 : 56;
-constexpr int kComputingRegisters = kGroups == 3 ? 160 : VALUE_DIM > 224 ? 232 : 224;
+constexpr bool kMany = SPLIT || VALUE_DIM > 224;
+constexpr int kCopyingRegisters = kGroups == 3 ? 32 : kMany ? 40 : 56;
+constexpr int kComputingRegisters = kGroups == 3 ? 160 : kMany ? 232 : 224;
 static_assert(kCopyingRegisters + kGroups * kComputingRegisters <=
                   65536 / 128 / (kGroups + 1) / 8 * 8 * (kGroups + 1),
               "else it hangs");
 
-using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
-using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
-using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
+// Parts of an operand lie side by side.
+constexpr int kParts = SPLIT == 2 ? 2 : 1;
+using QTile = Tile<BLOCK_Q, kParts * 64 * slabs(HEAD_DIM), kComputing>;
+using KTile = Tile<BLOCK_K, kParts * 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, kParts * 64 * slabs(VALUE_DIM), kComputing>;
 
-// Of the output of a warpgroup, slabs of 64 columns, by turns.
-using OutTile = Tile<64, 64 * (VALUE_DIM > 64 ? 2 : 1), 128>;
+// Of the output of a warpgroup, slabs of 64 columns, by turns; with SPLIT it is not used.
+using OutTile = Tile<SPLIT ? 8 : 64, 64 * (VALUE_DIM > 64 && !SPLIT ? 2 : 1), 128>;
+
+// Columns of P V at a time, with SPLIT: it and the output have registers of their own.
+constexpr int kSlice = SPLIT && VALUE_DIM > 128 ? 64 : VALUE_DIM;
+static_assert(VALUE_DIM % kSlice == 0, "whole slices");
+
+// Factors of a tile; without SPLIT there are none.
+constexpr int kQFactors = SPLIT ? BLOCK_Q : 4, kKFactors = SPLIT ? BLOCK_K : 4;
+constexpr int kVFactors = SPLIT ? 64 * slabs(VALUE_DIM) : 4;
 
 using Work = QueryWork<BLOCK_Q, BLOCK_K>;
+using Softmax = OnlineSoftmax<1, SPLIT != 0>;
 
 struct Shared {
   OutTile::Storage out[kGroups];
   QTile::Storage q[Q_STAGES];
   KTile::Storage k[STAGES];
   VTile::Storage v[STAGES];
+  __align__(16) float q_factors[Q_STAGES][kQFactors];
+  float k_factors[STAGES][kKFactors], v_factors[STAGES][kVFactors];
   int patience[kGroups];  // how long a warpgroup will be wary when it has erred next
   Work work[Q_STAGES];    // that q is for
   unsigned long long q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES],
@@ -61,10 +84,28 @@ struct TensorMaps {
   TensorMap q, k, v, out;
 };
 
+// Products of parts, the small ones first: low x high, high x low, high x high.
+constexpr int kFirstTerm = kParts == 2 ? 0 : 2;
+constexpr int kFactorBytes = SPLIT ? 4 : 0;
+
+template <bool kFirst, class First, class Second>
+DEVICE auto& first_if(First& first, Second& second) {
+  if constexpr (kFirst)
+    return first;
+  else
+    return second;
+}
+
+// Of tile `tile` of all.
+template <int kCount>
+DEVICE void load_factors(const float* to, const float* all, long long tile, unsigned barrier) {
+  bulk_load(shared_address(to), all + tile * kCount, barrier, 4 * kCount);
+}
+
 // What needs no output yet: write lse; 1 / the sums; and the warpgroup's buffer is free. `copies`:
 // this thread starts its tensor copies.
-DEVICE void finish(const Params& p, const Work& work, OnlineSoftmax<1>& softmax, float unit,
-                   bool copies, float (&inverse)[2]) {
+DEVICE void finish(const Params& p, const Work& work, Softmax& softmax, float unit, bool copies,
+                   float (&inverse)[2]) {
   float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -73,7 +114,7 @@ DEVICE void finish(const Params& p, const Work& work, OnlineSoftmax<1>& softmax,
     const int row = work.q0 + fragment_row<1>(0, r);
     if (fragment_column() == 0 && row < p.sq) lse[row] = row_lse;
   }
-  if constexpr (VECTOR) {
+  if constexpr (VECTOR && !SPLIT) {
     if (copies) bulk_wait_read();
     named_sync(1 + threadIdx.x / 128, 128);
   }
@@ -84,7 +125,14 @@ DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool cop
                   const Work& work, const float (&o)[1][VALUE_DIM / 8][4],
                   const float (&inverse)[2]) {
   const int group = threadIdx.x / 128;
-  if constexpr (VECTOR) {
+  if constexpr (SPLIT) {
+    const Head<float> out(p.out, work.batch, work.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work.q0 + fragment_row<1>(0, r);
+      if (row < p.sq) store_floats<VECTOR>(out, o[0], r, inverse[r], row, p.v_width);
+    }
+  } else if constexpr (VECTOR) {
 #pragma unroll
     for (int slab = 0; slab < slabs(VALUE_DIM); ++slab) {
       const unsigned buffer = tile + slab % 2 * OutTile::kSlabBytes;
@@ -120,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == kComputing) {
     prefetch(maps.q), prefetch(maps.k), prefetch(maps.v);
-    if (VECTOR) prefetch(maps.out);
+    if (VECTOR && !SPLIT) prefetch(maps.out);
     for (int i = 0; i < Q_STAGES; ++i)
       barrier_init(q_full + 8 * i, 1), barrier_init(q_empty + 8 * i, 4 * kGroups);
     for (int i = 0; i < STAGES; ++i) {
@@ -140,29 +188,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Work work(p, index);
       const int blocks = work.blocks;
       const int kv_head = work.head / p.group, slot = job % Q_STAGES;
+      const int first_tile = SPLIT ? kv_tile(p, work.batch, work.head) + work.k_begin : 0;
       // From the last key block to the first: a ragged end comes when all is still to do. K goes
       // before Q, whose buffer may still be in use, and before the V of the block before.
+#if SPLIT
+#pragma unroll 1  // else up to 100 bytes are spilled
+#endif
       for (int i = 0; i <= blocks; ++i) {
         const int row = (work.k_begin + blocks - 1 - i) * BLOCK_K;
         if (i < blocks) {
           const unsigned stage = (turn + i) % STAGES;
           barrier_wait(k_empty + 8 * stage, (turn + i) / STAGES % 2 ^ 1);
           load<KTile>(k_tiles + stage * sizeof(KTile::Storage), maps.k, k_full + 8 * stage, row,
-                      kv_head, work.batch);
+                      kv_head, work.batch, kFactorBytes * kKFactors);
+          if (SPLIT)
+            load_factors<kKFactors>(shared.k_factors[stage], p.k_factors,
+                                    first_tile + blocks - 1 - i, k_full + 8 * stage);
         }
         if (i == 0) {
           barrier_wait(q_empty + 8 * slot, job / Q_STAGES % 2 ^ 1);
           shared.work[slot] = work;
-          if (blocks > 0)
+          if (blocks > 0) {
             load<QTile>(q_tiles + slot * sizeof(QTile::Storage), maps.q, q_full + 8 * slot, work.q0,
-                        work.head, work.batch);
-          else
+                        work.head, work.batch, kFactorBytes * kQFactors);
+            if (SPLIT)
+              load_factors<kQFactors>(shared.q_factors[slot], p.q_factors,
+                                      q_tile(p, work.batch, work.head, work.q0), q_full + 8 * slot);
+          } else {
             barrier_arrive(q_full + 8 * slot);
+          }
         } else {
           const unsigned stage = (turn + i - 1) % STAGES;
           barrier_wait(v_empty + 8 * stage, (turn + i - 1) / STAGES % 2 ^ 1);
           load<VTile>(v_tiles + stage * sizeof(VTile::Storage), maps.v, v_full + 8 * stage,
-                      row + BLOCK_K, kv_head, work.batch);
+                      row + BLOCK_K, kv_head, work.batch, kFactorBytes * kVFactors);
+          if (SPLIT)
+            load_factors<kVFactors>(shared.v_factors[stage], p.v_factors, first_tile + blocks - i,
+                                    v_full + 8 * stage);
         }
       }
       if (work.q0 < 0) return;
@@ -177,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const bool copies = threadIdx.x % 128 == 0;  // for its warpgroup
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
-  unsigned probabilities[BLOCK_K / 16][4];
+  float part[kSlice / 8][4];  // P V of a block, with SPLIT, kSlice columns at a time
+  unsigned probabilities[kParts][BLOCK_K / 16][4];
   auto release = [&](unsigned barrier) {
     if (speaks) barrier_arrive(barrier);
   };
@@ -189,26 +252,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ~0u, operand(q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128), 0);
     const unsigned k =
         __shfl_sync(~0u, operand(k_tiles + turn % STAGES * sizeof(KTile::Storage)), 0);
+    constexpr int kLow = 4 * slabs(HEAD_DIM);  // the low part's first 16 columns
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i)
-      wgmma<false>(s[0], q + columns_at<QTile>(i), k + columns_at<KTile>(i), i > 0);
+    for (int term = kFirstTerm; term < 3; ++term)
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 16; ++i)
+        wgmma<false>(s[0], q + columns_at<QTile>(i + (term == 0) * kLow),
+                     k + columns_at<KTile>(i + (term == 1) * kLow), term > kFirstTerm || i > 0);
     wgmma_commit();
   };
-  // Start O += P V, for the block of the turn before.
+  // Start O += P V, for the block of the turn before; with SPLIT, a slice of it.
   bool adds = false;  // else O = P V
-  auto multiply_pv = [&] {
+  auto multiply_pv = [&](int slice = 0) {
     const int stage = (turn - 1) % STAGES;
     barrier_wait(v_full + 8 * stage, (turn - 1) / STAGES % 2);
-    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes);
+    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes) +
+                       slice * (kSlice / 64 * VTile::kSlabBytes >> 4);
+    constexpr int kLow = slabs(VALUE_DIM) * VTile::kSlabBytes >> 4;
+    auto& sums = first_if<SPLIT != 0>(part, o[0]);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-      wgmma<true>(o[0], probabilities[i], v + rows_at(i), i > 0 || adds);
+    for (int term = kFirstTerm; term < 3; ++term)
+#pragma unroll
+      for (int i = 0; i < BLOCK_K / 16; ++i)
+        wgmma<true>(sums, probabilities[kParts - 1 & term == 0][i],
+                    v + (term == 1) * kLow + rows_at(i),
+                    term > kFirstTerm || i > 0 || (!SPLIT && adds));
     wgmma_commit();
     adds = true;
   };
-  auto round = [&] { round_to_operands(probabilities, s[0]); };
+  // It is done: its buffer is free.
+  auto finish_pv = [&] {
+    const int stage = (turn - 1) % STAGES;
+    wgmma_wait<0>();
+    if (SPLIT) {
+#pragma unroll
+      for (int slice = 0; slice < VALUE_DIM / kSlice; ++slice) {
+        if (slice > 0) {
+          multiply_pv(slice);
+          wgmma_wait<0>();
+        }
+        add_scaled(o[0], part, slice * kSlice, shared.v_factors[stage]);
+      }
+      __syncwarp();  // all lanes have read them
+    }
+    release(v_empty + 8 * stage);
+  };
+  auto round = [&] {
+    if constexpr (SPLIT)
+      split_to_operands(probabilities, s[0]);
+    else
+      round_to_operands(probabilities[0], s[0]);
+  };
 
   int wary = 0;  // key blocks for which maxima are looked for
   if (copies) shared.patience[group] = 8;
@@ -232,10 +328,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       release(k_empty + 8 * stage);
       release(v_empty + 8 * stage);
     }
-    OnlineSoftmax<1> softmax;
+    Softmax softmax;
     adds = false;
+    if (SPLIT) clear(o);
     wary = max(wary, 1);  // no maximum is known yet
     auto mask = [&] {
+      if (SPLIT) scale_scores(s[0], shared.q_factors[slot], shared.k_factors[turn % STAGES]);
       scores.transform(s);
       if (k0 < last.lo || k0 + BLOCK_K > first.hi)
         apply_mask(s, work.q0, k0, p.sk, p.lo_shift, p.hi_shift, -kInfinity);
@@ -243,6 +341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     auto exponentiate = [&] {  // after a look at the maxima
       softmax.raise(s, scores.unit);
       softmax.exponentiate<true>(s, scores.unit);
+      if (SPLIT) return;
       wary = named_any(1 + group, 128, !softmax.settled(scores.unit)) ? 1 : wary - 1;
     };
     // Without one, and where that proves wrong, S once more.
@@ -283,22 +382,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         multiply_pv();
         wgmma_wait<1>();
         mask();
-        if (wary)
+        if (SPLIT || wary)
           exponentiate();
         else
           try_exponentiate();
         softmax.add();
         release(k_empty + 8 * (turn % STAGES));
-        wgmma_wait<0>();
-        release(v_empty + 8 * ((turn - 1) % STAGES));
+        finish_pv();
         softmax.rescale(o);
         round();
       }
       multiply_pv();
       done = leave();
       finish(p, done, softmax, scores.unit, copies, inverse);
-      wgmma_wait<0>();
-      release(v_empty + 8 * ((turn - 1) % STAGES));
+      finish_pv();
     } else {
       clear(o);
       done = leave();

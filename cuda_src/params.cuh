@@ -11,13 +11,14 @@ struct Array {
 };
 
 struct Params {
-  Array q, k, v, out, dout, dq, dk, dv;  // a forward launch has no use for the last four
+  Array q, k, v, out, dout, dq, dk, dv;  // a forward kernel has no use for the last four
   // (batch, heads, sq), contiguous; dlse may be null. On Hopper the last two have rows for whole
   // tiles of queries.
   void *lse, *dlse, *lse_log2, *delta;
   float* dq_sum;  // of bwd_sm80 and bwd_sm90: dQ in tiles
   int* counters;  // backward: turns taken at dQ, from 0; on Hopper it may be null
   int* tickets;   // fwd_sm90, or null, and bwd_sm90: tiles given out, from 0
+  float *q_factors, *k_factors, *v_factors;  // of split.cu, whose results are dq, dk and dv
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time

@@ -70,7 +70,8 @@ DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-template <int kMTiles>
+// kExact: maxima do not lag, and are always subtracted first.
+template <int kMTiles, bool kExact = false>
 struct OnlineSoftmax {
   float max[kMTiles][2], sum[kMTiles][2];  // sum: of this thread's columns only
   float factor[kMTiles][2];                // of what was summed so far, after a maximum rose
@@ -96,7 +97,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int n = 1; n < kS; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
         top = quad_max(top);
-        const bool rises = (top - max[m][r]) * unit > kLag;  // false where both are -inf
+        // False where both are -inf.
+        const bool rises = (top - max[m][r]) * unit > (kExact ? 0.0f : kLag);
         factor[m][r] = rises ? exp2_approx((max[m][r] - top) * unit) : 1.0f;
         max[m][r] = rises ? top : max[m][r];
         sum[m][r] *= factor[m][r];
@@ -151,7 +153,7 @@ struct OnlineSoftmax {
   // s becomes exponentials; `add` adds their sums. kMayBeFar false: `settled` is known.
   template <bool kMayBeFar, int kS>
   DEVICE void exponentiate(float (&s)[kMTiles][kS][4], float unit) {
-    const bool far = kMayBeFar && this->far(unit);
+    const bool far = kExact || (kMayBeFar && this->far(unit));
     if (far) {
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m)
@@ -190,7 +192,8 @@ struct OnlineSoftmax {
   // 1 / (sum of the row), 0 where nothing was seen; and the row's lse.
   DEVICE float finish(int m, int r, float unit, float& lse) {
     const float total = quad_sum(sum[m][r]);
-    lse = total == 0 ? -kInfinity : (max[m][r] * unit + log2_approx(total)) * kLn2;
+    lse = total == 0 ? -kInfinity
+                     : (max[m][r] * unit + (kExact ? log2f(total) : log2_approx(total))) * kLn2;
     return total == 0 ? 0.0f : __fdividef(1.0f, total);
   }
 };

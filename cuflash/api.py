@@ -36,6 +36,7 @@ def flash_attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     backend: str | None = None,
@@ -62,6 +63,10 @@ def flash_attention(
         "The last W tokens" is ``(W - 1, 0)``. Holds together with `causal`, and has its anchor.
     softcap : float, optional
         Scores become ``softcap * tanh(scale * q k^T / softcap)``, before any mask.
+    precision : {None, "tf32"}, optional
+        "tf32": products of float32 numbers may round them to 11 bits, where that is faster (raw
+        CUDA on Hopper). By default nothing is rounded to fewer bits than float32 has. Other dtypes
+        take no notice.
     return_lse : bool, optional
         Also return the log-sum-exp of each row.
     out : array, shape (..., H, Sq, Dv), optional
@@ -113,7 +118,8 @@ def flash_attention(
             raise TypeError(f"out must be an array, got {type(out)}")
         out, out_facts = look("out", out)
     facts = q_facts, k_facts, v_facts, None, out_facts, None, None
-    plan = _planned(facts, scale, causal, window_sides(window), softcap, backend, config)
+    options = scale, causal, window_sides(window), softcap, precision
+    plan = _planned(facts, *options, backend, config)
     with _on_device(plan.xp, plan.device):
         q4, k4, v4 = on_axes(4, q), on_axes(4, k), on_axes(4, v)
         out4: Any = None if out is None else _target(out, q4, k4, v4)
@@ -195,7 +201,8 @@ def flash_attention_grad(
     lse, lse_facts = look("lse", lse)
     dlse, dlse_facts = (None, None) if dlse is None else look("dlse", dlse)
     facts = q_facts, k_facts, v_facts, dout_facts, out_facts, lse_facts, dlse_facts
-    plan = _planned(facts, scale, causal, window_sides(window), softcap, backend, config)
+    options = scale, causal, window_sides(window), softcap, None
+    plan = _planned(facts, *options, backend, config)
     with _on_device(plan.xp, plan.device):
         q4, k4, v4 = on_axes(4, q), on_axes(4, k), on_axes(4, v)
         dq, dk, dv = [empty_in_order(x, x.shape) for x in (q4, k4, v4)]
@@ -212,6 +219,7 @@ def warmup(
     dv: int | None = None,
     *,
     softcap: float | None = None,
+    precision: str | None = None,
     backward: bool = True,
     backend: str | None = None,
 ) -> None:
@@ -225,6 +233,8 @@ def warmup(
         Widths of queries and keys, and of values (`d` by default).
     softcap : float, optional
         Whether a softcap will be used: any value compiles the same kernel.
+    precision : {None, "tf32"}, optional
+        As in `flash_attention`.
     backward : bool, optional
         Whether to compile the backward pass too.
     backend : str, optional
@@ -246,7 +256,8 @@ def warmup(
     if dtype == "bfloat16":
         import ml_dtypes  # noqa: F401  NumPy knows the name from here on
     q, k, v = (cupy.zeros((1, 1, 1, w), dtype) for w in (d, d, dv or d))
-    out, lse = flash_attention(q, k, v, softcap=softcap, return_lse=True, backend=backend)
+    options: dict[str, Any] = {"softcap": softcap, "precision": precision, "backend": backend}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
     if backward:
         flash_attention_grad(out, q, k, v, out, lse, softcap=softcap, backend=backend)
 
@@ -344,12 +355,12 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(4096, typed=True)  # typed: causal=1 is not causal=True
-def _plan(facts: tuple, scale, causal, window, softcap, backend, config) -> _Plan:
+def _plan(facts: tuple, scale, causal, window, softcap, precision, backend, config) -> _Plan:
     """Check all arguments and choose the backend, once for calls that differ in numbers only.
 
     `facts` are those of q, k, v, dout, out, lse and dlse, None where an array is not given.
     """
-    problem = _problem(*facts[:3], scale, causal, window, softcap)
+    problem = _problem(*facts[:3], scale, causal, window, softcap, precision)
     q = arrays.Facts(*facts[0])
     out = *q.shape[:-1], problem.dv
     like_out, like_lse = (out, problem.dtype), (out[:-1], problem.compute)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import array
 import ctypes
+import dataclasses
 import functools
+import itertools
 import operator
 import struct
 import sys
@@ -19,8 +21,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), seven pointers, sizes, numbers.
-PARAMS = struct.Struct("47q12i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), ten pointers, sizes, numbers.
+PARAMS = struct.Struct("50q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -52,6 +54,8 @@ class HopperTiles(NamedTuple):
     resident: int
     streamed: int
     stages: int = 2  # buffers for K, and for V
+    # float16 numbers that a float32 becomes: two are as accurate as float32; one, as TF32.
+    parts: int = 0
 
 
 class HopperBackward(NamedTuple):
@@ -109,6 +113,19 @@ FORWARD_HOPPER = {
 }
 # Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
+# float32, of which split.cu makes two float16 each: three products of four.
+FORWARD_HOPPER_32 = {
+    64: HopperTiles(128, 112, parts=2),
+    128: HopperTiles(128, 64, parts=2),
+    192: HopperTiles(128, 32, parts=2),
+    256: HopperTiles(128, 32, 1, parts=2),
+}
+FORWARD_HOPPER_TF32 = {
+    64: HopperTiles(128, 128, 4, parts=1),
+    128: HopperTiles(128, 80, parts=1),
+    192: HopperTiles(128, 64, parts=1),
+    256: HopperTiles(128, 32, 3, parts=1),
+}
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
     128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
@@ -347,15 +364,22 @@ def _backward_width(width: int, tiles: Tiles) -> int:
 
 def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
     d, dv = _rounded_up(problem.d, 64), _rounded_up(problem.dv, 64)
-    groups = tiles.resident // 64
-    out = 2 * tiles.resident * min(dv, 128)
-    k_and_v = tiles.stages * (2 * tiles.streamed * (d + dv) + 4 * 8)  # and barriers
+    groups, parts = tiles.resident // 64, max(tiles.parts, 1)
+    if tiles.parts:
+        out = groups * KIB
+        q_factors, kv_factors = 4 * tiles.resident, 4 * (tiles.streamed + dv)
+    else:
+        out = 2 * tiles.resident * min(dv, 128)
+        q_factors, kv_factors = 16, 32
+    k_and_v = 2 * parts * tiles.streamed * (d + dv) + kv_factors + 4 * 8  # and barriers
+    q = 2 * parts * tiles.resident * d + q_factors + 40
     shared = {  # by the number of buffers for Q
-        n: _rounded_up(n * (2 * tiles.resident * d + 40) + k_and_v + out + 4 * groups, KIB)
-        for n in (1, 2)
+        n: _rounded_up(n * q + tiles.stages * k_and_v + out + 4 * groups, KIB) for n in (1, 2)
     }
     q_stages = 2 if shared[2] <= 227 * KIB else 1
     macros = {
+        "SPLIT": tiles.parts,
+        **({"VALUE_DIM": dv} if tiles.parts and dv > 128 else {}),  # whole slices
         "BLOCK_Q": tiles.resident,
         "BLOCK_K": tiles.streamed,
         "STAGES": tiles.stages,
@@ -367,6 +391,22 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     )
 
 
+def split_step(p: Problem, tiles: HopperTiles, vector: bool) -> tuple[Variant, int]:
+    """What comes before the kernel for float32, and of how many blocks."""
+    macros = {
+        "PARTS": tiles.parts,
+        "BLOCK_Q": tiles.resident,
+        "BLOCK_K": tiles.streamed,
+        "HEAD_DIM": _rounded_up(p.d, 64),
+        "VALUE_DIM": _rounded_up(p.dv, 64),
+    }
+    all_tiles = Tiles(tiles.resident, tiles.streamed, warps=8)
+    variant = _variant("split", "split", all_tiles, vector, macros, 8 * 32 * 8)
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    of_v = -(-p.sk // tiles.streamed) * -(-p.dv // 64)  # a block for 64 columns of a tile
+    return variant, heads * -(-p.sq // 8) + heads_kv * (-(-p.sk // 8) + of_v)
+
+
 def _transform(problem: Problem) -> int:
     """Whether scores are not just products with a positive factor."""
     return int(problem.softcap is not None or problem.scale <= 0)
@@ -374,7 +414,7 @@ def _transform(problem: Problem) -> int:
 
 def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
     macros = {
-        "ELEMENT": ELEMENTS[problem.dtype],
+        "ELEMENT": ELEMENTS.get(problem.dtype, "Half"),  # of float32, parts
         "HEAD_DIM": _rounded_up(problem.d, 32),
         "VALUE_DIM": _rounded_up(problem.dv, 32),
         "TRANSFORM": _transform(problem),
@@ -451,10 +491,11 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
     forward_table, backward_table = tables(problem.dtype, capability)
-    return Config(
-        first(forward_table, forward_bytes, forward_limit),
-        first(backward_table, backward_bytes, shared_limit),
-    )
+    backward = first(backward_table, backward_bytes, shared_limit)
+    if capability == 90 and problem.dtype == "float32" and not problem.softcap:
+        table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
+        return Config(table[next(w for w in table if w >= width)], backward)
+    return Config(first(forward_table, forward_bytes, forward_limit), backward)
 
 
 def default_config(problem: Problem) -> Config:
@@ -473,6 +514,8 @@ def resources(problem: Problem) -> list[tuple[str, int, int, int, int]]:
 
     device, config = cupy.cuda.runtime.getDevice(), default_config(problem)
     variants = [forward_variant(problem, config.forward, True)]
+    if isinstance(config.forward, HopperTiles) and config.forward.parts:
+        variants.insert(0, split_step(problem, config.forward, True)[0])
     variants += [variant for variant, _ in backward_steps(problem, config.backward, True)]
     kernels = [(v, _kernel(device, v)) for v in variants]
     return [
@@ -510,7 +553,8 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
     tiles = config.forward
     if isinstance(tiles, HopperTiles):
-        _forward_hopper(problem, tiles, q, k, v, out, lse)
+        on_hopper = _forward_split if tiles.parts else _forward_hopper
+        on_hopper(problem, tiles, q, k, v, out, lse)
         return
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
@@ -518,25 +562,69 @@ def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
 
 
 def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
-    import cupy
-
-    if problem.sk == 0:  # there is no tensor map of an empty array
-        out.fill(0)
-        lse.fill(-cupy.inf)
+    if _nothing_seen(problem, out, lse):
         return
     pointers, layout = _described([q, k, v, out])
     if not _fit_for_tensor_maps(layout[0][:3], layout[1]):
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    if not plan.launches:
-        return
-    counter = None
-    if not _uniform(problem):
-        counter = cupy.ndarray(1, cupy.int32)
-        counter.data.memset_async(0, counter.nbytes)
-    rows = [lse.data.ptr, *[0] * 5, counter.data.ptr if counter is not None else 0]
+    counter = _counter(problem)
+    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0]
     _launch(plan, pointers, rows, pointers)
+
+
+def _nothing_seen(problem: Problem, out, lse) -> bool:
+    """Whether there is nothing to launch: there is no tensor map of an empty array."""
+    if out.size and problem.sk:
+        return False
+    out.fill(0)
+    lse.fill(-float("inf"))
+    return True
+
+
+def _counter(problem: Problem) -> Any:
+    """Of tiles given out: memory holding 0, or None where blocks take them in turn."""
+    if _uniform(problem):
+        return None
+    import cupy
+
+    counter = cupy.ndarray(1, cupy.int32).data
+    counter.memset_async(0, 4)
+    return counter
+
+
+def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
+    """float32: split.cu writes its parts as float16 arrays, which fwd_sm90 takes."""
+    import cupy
+
+    if _nothing_seen(problem, out, lse):
+        return
+    nbytes, offsets, parts = split_memory(problem, tiles)
+    memory = cupy.ndarray(nbytes, cupy.uint8).data
+    starts = [memory.ptr + offset for offset in offsets]
+    counter = _counter(problem)
+    pointers, (strides, aligned) = _described([q, k, v, out, q])  # dout is not there
+    plan = _forward_plan(q.data.device_id, problem, tiles, strides + parts, aligned)
+    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0, *starts[3:]]
+    _launch(plan, pointers + starts[:3], rows, starts[:3])
+
+
+@functools.lru_cache(4096)
+def split_memory(p: Problem, tiles: HopperTiles) -> tuple[int, list[int], tuple]:
+    """Bytes for what split.cu writes; where in them the parts of q, k and v and their factors
+    begin; and the strides of the parts."""
+    d, dv = _rounded_up(p.d, 64), _rounded_up(p.dv, 64)
+    rows, rows_kv = p.batch * p.heads * p.sq, p.batch * p.heads_kv * p.sk
+    widths = [2 * tiles.parts * width for width in (d, d, dv)]  # bytes
+    k_tiles = p.batch * p.heads_kv * -(-p.sk // tiles.streamed)
+    q_factors = p.batch * p.heads * _rounded_up(p.sq, tiles.resident)
+    sizes = [n * width for n, width in zip((rows, rows_kv, rows_kv), widths, strict=True)]
+    sizes += [4 * n for n in (q_factors, k_tiles * tiles.streamed, k_tiles * dv)]
+    offsets = [0, *itertools.accumulate(_rounded_up(size, KIB) for size in sizes)]
+    shapes = zip(((p.heads, p.sq), (p.heads_kv, p.sk), (p.heads_kv, p.sk)), widths, strict=True)
+    strides = tuple([(h * s * width, s * width, width, 2) for (h, s), width in shapes])
+    return offsets[-1], offsets[:-1], strides
 
 
 def _uniform(problem: Problem) -> bool:
@@ -692,15 +780,22 @@ class Plan(NamedTuple):
 def _forward_plan(
     device, problem: Problem, tiles: Tiles | HopperTiles, strides, aligned: bool
 ) -> Plan:
-    vector = aligned and _whole_groups(problem, strides)
+    vector = aligned and _whole_groups(problem, strides[:4])
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     encoders = []
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
-        vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
         boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
-        encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
+        if tiles.parts:
+            d, _, dv = [row // 2 for _, _, row, _ in strides[5:]]
+            of_parts = dataclasses.replace(problem, dtype="float16", d=d, dv=dv)
+            encoders = [_encoder(of_parts, boxes[:3], strides[5:])]
+        else:
+            vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
+            encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
     variants = [(forward_variant(problem, tiles, vector), blocks)]
+    if isinstance(tiles, HopperTiles) and tiles.parts:
+        variants.insert(0, split_step(problem, tiles, vector))
     template = _template(problem, strides, _section(problem))
     return Plan(template, _loaded(device, variants, encoders))
 
@@ -759,7 +854,7 @@ def _turns(p: Problem) -> tuple[int, int]:
 
 def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (47 - len(words))
+    words += [0] * (50 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)

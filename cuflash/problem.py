@@ -71,6 +71,7 @@ class Problem:
     right: int | None = None
     bottom_right: bool = True
     softcap: float | None = None
+    precision: str | None = None  # "tf32": products of float32 may round their operands
 
     def __hash__(self) -> int:
         return self._hash
@@ -121,7 +122,7 @@ class Problem:
         return (2 * q + 2 * out + 2 * kv if backward else q + out + kv) * self.itemsize + lse
 
 
-def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Problem:
+def make_problem(device, dtype, q, k, v, scale, causal, window, softcap, precision=None) -> Problem:
     """Check shapes and options and build the Problem; `q`, `k`, `v` are shapes of any rank >= 2."""
     if not len(q) == len(k) == len(v):
         raise ValueError(f"q, k and v must have the same number of axes, got shapes {q}, {k}, {v}")
@@ -144,6 +145,8 @@ def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Prob
         raise ValueError(f"q's {heads} heads must be a multiple of k's {heads_kv} heads")
     if not (isinstance(causal, (bool, np.bool_)) or causal == "top_left"):
         raise ValueError(f"causal must be True, False or 'top_left', got {causal!r}")
+    if precision not in (None, "tf32"):
+        raise ValueError(f"precision must be None or 'tf32', got {precision!r}")
     left, right = window_sides(window)
     return Problem(
         device=device,
@@ -160,6 +163,7 @@ def make_problem(device, dtype, q, k, v, scale, causal, window, softcap) -> Prob
         right=0 if causal else right,  # causal and window both hold, and right is never below 0
         bottom_right=not isinstance(causal, str),
         softcap=None if softcap is None else _finite("softcap", softcap, positive=True),
+        precision=precision,
     )
 
 

@@ -172,15 +172,32 @@ inline float transposed_element_of(unsigned operand, int r, int k) {
   return element_at((operand & 0x3fff) * 16 + r / 64 * (operand >> 16) * 16 + k / 8 * 1024 +
                     k % 8 * 128 + r % 64 * 2);
 }
+// A sum as tensor cores make it: what lies 25 bits below the largest term's exponent is cut off,
+// and the result is cut to float.
+template <int kN>
+float sum_of(const double (&terms)[kN]) {
+  double largest = 0, sum = 0;
+  for (double x : terms) largest = std::max(largest, std::fabs(x)), sum += x;
+  if (largest == 0 || !std::isfinite(sum)) return sum;
+  const double up = std::ldexp(1, 25 - std::ilogb(largest));
+  long long units = 0;
+  for (double x : terms) units += static_cast<long long>(x * up);
+  sum = units / up;
+  const float rounded = sum;
+  return std::fabs(rounded) > std::fabs(sum) ? std::nextafterf(rounded, 0) : rounded;
+}
 template <bool kTransposedB, int kN, class A>
 void product(float (&c)[kN][4], A a, unsigned b) {
   const int lane = threadIdx.x % 32;
   for (int n = 0; n < kN; ++n)
     for (int e = 0; e < 4; ++e) {
       const int column = n * 8 + lane % 4 * 2 + e % 2;
+      double terms[17] = {c[n][e]};
       for (int k = 0; k < 16; ++k)
-        c[n][e] += a(e / 2, k) *
-                   (kTransposedB ? transposed_element_of(b, column, k) : element_of(b, column, k));
+        terms[k + 1] =
+            static_cast<double>(a(e / 2, k)) *
+            (kTransposedB ? transposed_element_of(b, column, k) : element_of(b, column, k));
+      c[n][e] = sum_of(terms);
     }
 }
 template <bool kTransposedB, int kN>

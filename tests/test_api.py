@@ -160,6 +160,15 @@ def test_gradients_of_broadcast_arrays_are_plain_arrays(backend, xp):
     assert all(x.flags.c_contiguous for x in (out, *grads))
 
 
+def test_precision(backend, xp):
+    q, k, v = qkv(xp)
+    want = host(flash_attention(q, k, v, backend=backend))
+    got = host(flash_attention(q, k, v, precision="tf32", backend=backend))
+    np.testing.assert_allclose(got, want, atol=2.0**-9 * abs(want).max())
+    with pytest.raises(ValueError, match="precision must be None or 'tf32', got 'fp8'"):
+        flash_attention(q, k, v, precision="fp8", backend=backend)
+
+
 def test_out(backend, xp):
     q, k, v = qkv(xp)
     want = flash_attention(q, k, v, backend=backend)

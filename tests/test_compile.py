@@ -29,7 +29,7 @@ ARCHITECTURES = {
 #: strides and d = 128 once at the end of it.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
-    "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0,
+    "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
 }  # fmt: skip
 HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 
@@ -55,6 +55,12 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
             for width, tiles in table.items()
             for vector in (True, False)
         ]
+    if arch == "sm_90a" and dtype == "float32":
+        for table in (cuda_backend.FORWARD_HOPPER_32, cuda_backend.FORWARD_HOPPER_TF32):
+            for width, tiles in table.items():
+                for vector in (True, False):
+                    forward.append(cuda_backend.forward_variant(problem(width), tiles, vector))
+                    forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
     backward = [
         [variant for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]]
         for width, candidates in backward_table.items()

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import Run, case, dtype_of, normal
+from cases import Run, case, close, dtype_of, eps, normal, peak
 
-from cuflash import _compile, api, cuda_backend
+from cuflash import _compile, api, attention_reference, cuda_backend
 from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, HopperTwoPass, Tiles
 
 HERE = Path(__file__).parent
@@ -222,6 +222,18 @@ HOPPER_CASES = [
           causal=True, scale=-0.4), HopperTiles(128, 32)),
     (case(64, 400, d=16, dv=16, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
           layout="contiguous", scale=20.0), HopperTiles(64, 16)),  # maxima that rise and rise
+    (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTiles(128, 32, parts=2)),
+    (case(70, 100, d=72, dv=8, batch=2, heads=2, heads_kv=1, layout="contiguous", window=(40, 3)),
+     HopperTiles(128, 64, 3, parts=2)),
+    (case(90, 150, d=128, dv=96, batch=1, heads=1, heads_kv=1, layout="bshd", scale=-0.4),
+     HopperTiles(64, 48, parts=2)),
+    (case(64, 400, d=16, dv=16, batch=1, heads=1, heads_kv=1, layout="contiguous", scale=20.0),
+     HopperTiles(64, 16, parts=2)),
+    (case(70, 90, d=40, dv=200, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTiles(128, 32, 1, parts=2)),
+    (case(70, 90, d=200, dv=136, batch=1, heads=1, heads_kv=1, layout="contiguous"),
+     HopperTiles(64, 32, parts=2)),
 ]  # fmt: skip
 
 
@@ -234,11 +246,20 @@ def hopper(on_cpu):
         out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
         lse = np.full(q.shape[:-1], np.nan, problem.compute)
         counter = np.zeros(1, np.int32)
-        pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
-        plan = on_cpu._forward_plan(0, problem, tiles, *layout)
         rows = [lse.ctypes.data, 0, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        on_cpu._launch(plan, pointers, rows, pointers)
+        operands, parts = [q, k, v, out], ()
+        if tiles.parts:
+            nbytes, offsets, parts = on_cpu.split_memory(problem, tiles)
+            memory = np.full(nbytes, 255, np.uint8)  # NaN
+            starts = [memory.ctypes.data + offset for offset in offsets]
+            operands += [q]
+        pointers, (strides, aligned) = on_cpu._described([Device(x) for x in operands])
+        plan = on_cpu._forward_plan(0, problem, tiles, strides + parts, aligned)
+        if tiles.parts:
+            on_cpu._launch(plan, pointers + starts[:3], rows + starts[3:], starts[:3])
+        else:
+            on_cpu._launch(plan, pointers, rows, pointers)
         return out, lse
 
     return forward
@@ -260,6 +281,69 @@ def test_hopper_gives_a_head_the_same_bits_whatever_else_a_block_computes(hopper
         one = (x[:, h : h + 1] for x in (q, k, v))
         alone, alone_lse = hopper(HopperTiles(64, 16), *one, **options)
         assert (alone == out[:, h : h + 1]).all() and (alone_lse == lse[:, h : h + 1]).all()
+
+
+def test_float32_on_hopper_keeps_what_is_not_finite_where_it_is(hopper):
+    tiles = HopperTiles(64, 16, parts=2)
+    q, k, v = (normal(np, 1, 1, n, 24, seed=n) for n in (70, 90, 90))
+    clean, clean_lse = hopper(tiles, q, k, v, causal=True)
+
+    def changed(x, row, column, value):
+        other = [a.copy() for a in (q, k, v)]
+        other["qkv".index(x)][0, 0, row, column] = value
+        out, lse = hopper(tiles, *other, causal=True)
+        same = (out == clean)[0, 0]
+        return np.isnan(out)[0, 0], same, np.isnan(lse)[0, 0], (lse == clean_lse)[0, 0]
+
+    i, sees = np.arange(70), np.arange(70) >= 40 - 20  # key 40
+    for x, row, rows in (("q", 30, i == 30), ("k", 40, sees)):
+        nan, same, nan_lse, same_lse = changed(x, row, 5, np.nan)
+        assert (nan == rows[:, None]).all() and (same == ~rows[:, None]).all()
+        assert (nan_lse == rows).all() and (same_lse == ~rows).all()
+    nan, same, *_ = changed("q", 30, 5, np.inf)  # some scores are infinite
+    assert nan[30].all() and same[i != 30].all()
+    for value in (np.nan, np.inf):
+        nan, same, *_ = changed("v", 40, 5, value)
+        assert (nan[:, 5] >= sees).all() and same[:, np.arange(24) != 5].all()
+    # An infinite key: those that it scores -inf for do not see it, the others get NaN.
+    nan, _, nan_lse, _ = changed("k", 40, 5, np.inf)
+    want = sees & (q[0, 0, :, 5] > 0)
+    assert (nan == want[:, None]).all() and (nan_lse == want).all()
+
+
+def test_float32_on_hopper_takes_numbers_of_any_size(hopper):
+    tiles = HopperTiles(64, 32, parts=2)
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 1, n, 40)) for n in (50, 70, 70))
+    sizes = 10.0 ** rng.integers(-15, 15, (3, 70, 1))
+    q, v = q * sizes[0][:50], v * sizes[1].T[:, :40]  # of rows, and of columns
+    k[0, 0, 1::2] *= 1e-12
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    scale = 1e-14
+    out, lse = hopper(tiles, q, k, v, scale=scale)
+    want, want_lse = attention_reference(q, k, v, scale=scale, return_lse=True)
+    plain, plain_lse = attention_reference(q, k, v, scale=scale, return_lse=True, dtype="float32")
+    columns = abs(v).max(2, keepdims=True)
+    close("out", out / columns, want / columns, plain / columns, rounding=eps("float32"))
+    close("lse", lse, want_lse, plain_lse, rounding=2 * eps("float32") * peak(want_lse))
+
+
+def to_11_bits(x):
+    """To the nearest number of the format TF32."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return (bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13).view(np.float32)
+
+
+def test_tf32_on_hopper(hopper):
+    q, k, v = (normal(np, 2, 2, n, 72, seed=n) for n in (130, 300, 300))
+    out, lse = hopper(HopperTiles(128, 80, parts=1), q, k, v)
+    want, want_lse = attention_reference(q, k, v, return_lse=True)
+    s = to_11_bits(q) @ to_11_bits(k).swapaxes(-1, -2) * np.float32(72**-0.5)
+    top = s.max(-1, keepdims=True)
+    p = np.exp(s - top)
+    total = p.sum(-1, keepdims=True)
+    close("out", out, want, to_11_bits(p) @ to_11_bits(v) / total, rounding=0)
+    close("lse", lse, want_lse, (top + np.log(total))[..., 0], rounding=0)
 
 
 HOPPER_BACKWARD_CASES = [

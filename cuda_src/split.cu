@@ -1,0 +1,139 @@
+// float32 arrays as float16 ones for fwd_sm90.cu: q, k and v become dq, dk and dv, contiguous, of
+// PARTS times a padded width: the high parts, then the low parts, zeros beyond the width.
+//
+// Numbers are multiplied by powers of two: for each row of Q and K and, since P V sums over rows,
+// for each column of a tile of BLOCK_K rows of V, that which brings the largest number to 2^14 ..
+// 2^15. So high + low is off by 2^-24 of the number, or by 2^-40 of that largest number if that is
+// more.
+//
+// Infinity has no low part. A row of Q or K with some becomes their signs, the factor infinity, and
+// so its scores what they should be: infinite, or NaN. In V infinity becomes NaN.
+//
+// Grid: blocks of 8 warps; first those for Q, a row a warp, then those for K, then those for V,
+// each for 64 columns of a tile: a warp has every eighth row. Options: PARTS (1 | 2), BLOCK_Q,
+// BLOCK_K, HEAD_DIM, VALUE_DIM (widths padded to 64), VECTOR.
+#include "split.cuh"
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+constexpr int kRows = BLOCK_K / 8;  // of V, a thread
+
+// The power of two for numbers of which the largest is this; the factor that undoes it.
+DEVICE float power_for(float largest, float& factor) {
+  // 268 - exponent has largest * power in 2^14 .. 2^15; 2^111 at most, so that factors, also those
+  // of V divided by kOfProbabilities, are normal numbers.
+  const unsigned biased = min(268 - (__builtin_bit_cast(unsigned, largest) >> 23), 238u);
+  factor = __builtin_bit_cast(float, 254 - biased << 23);
+  return __builtin_bit_cast(float, biased << 23);
+}
+
+DEVICE float2 pair_at(const Head<float>& x, int row, int column, int width) {
+  if (VECTOR)
+    return column < width ? *reinterpret_cast<const float2*>(x.data + row * x.row + column * 4ll)
+                          : float2{0, 0};
+  return {column < width ? x.at(row, column) : 0, column + 1 < width ? x.at(row, column + 1) : 0};
+}
+
+// The parts of two neighbours, in a row that has so many columns a part.
+DEVICE void put(const Slice& to, int row, int column, int columns, float a, float b) {
+  unsigned* words = reinterpret_cast<unsigned*>(to.data + row * to.row) + column / 2;
+  unsigned high, low;
+  split_pair(high, low, a, b);
+  words[0] = high;
+  if (PARTS == 2) words[columns / 2] = low;
+}
+
+DEVICE float finite_size(float x) {
+  const float size = fabsf(x);
+  return size < kInfinity ? size : 0.0f;
+}
+
+// Row `row` of a head, by a warp.
+DEVICE void split_row(const Head<float>& from, const Slice& to, int row, int width, float* factor) {
+  constexpr int kSlabs = HEAD_DIM / 64;
+  float2 x[kSlabs];
+  float largest = 0;
+  bool infinite = false;
+#pragma unroll
+  for (int n = 0; n < kSlabs; ++n) {
+    x[n] = pair_at(from, row, 64 * n + threadIdx.x % 32 * 2, width);
+    largest = fmaxf(largest, fmaxf(finite_size(x[n].x), finite_size(x[n].y)));
+    infinite |= fabsf(x[n].x) == kInfinity || fabsf(x[n].y) == kInfinity;
+  }
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+  infinite = __any_sync(~0u, infinite);
+  float undo;
+  const float power = power_for(largest, undo);
+  auto scaled = [&](float e) {
+    if (!infinite || e != e) return e * power;
+    return fabsf(e) == kInfinity ? copysignf(1.0f, e) : 0.0f;
+  };
+#pragma unroll
+  for (int n = 0; n < kSlabs; ++n)
+    put(to, row, 64 * n + threadIdx.x % 32 * 2, HEAD_DIM, scaled(x[n].x), scaled(x[n].y));
+  if (threadIdx.x % 32 == 0) factor[row] = infinite ? kInfinity : undo;
+}
+
+// Columns from `column0` on of the rows from row0 on.
+DEVICE void split_columns(const Head<float>& from, const Slice& to, int row0, int rows, int column0,
+                          int width, float* factors, float2 (&of_warps)[8][32]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = column0 + 2 * lane;
+  float2 x[kRows], largest = {0, 0}, undo;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = row0 + i * 8 + warp;
+    x[i] = row < rows ? pair_at(from, row, column, width) : float2{0, 0};
+    largest = {fmaxf(largest.x, finite_size(x[i].x)), fmaxf(largest.y, finite_size(x[i].y))};
+  }
+  of_warps[warp][lane] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; ++w) {
+    const float2 other = of_warps[w][lane];
+    largest = {fmaxf(largest.x, other.x), fmaxf(largest.y, other.y)};
+  }
+  const float2 power = {power_for(largest.x, undo.x), power_for(largest.y, undo.y)};
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = row0 + i * 8 + warp;
+    if (row < rows) put(to, row, column, VALUE_DIM, x[i].x * power.x, x[i].y * power.y);
+  }
+  if (warp == 0)
+    *reinterpret_cast<float2*>(factors + column) = {undo.x / kOfProbabilities,
+                                                    undo.y / kOfProbabilities};
+}
+
+extern "C" __global__ void __launch_bounds__(256) split(const Params p) {
+  extern __shared__ __align__(16) char memory[];
+  static_assert(sizeof(float2[8][32]) == SHARED_BYTES, "here and in cuda_backend.py");
+  const int heads_kv = p.heads / p.group;
+  const int q_blocks = (p.sq + 7) / 8, k_blocks = (p.sk + 7) / 8;
+  long long block = blockIdx.x;
+  if (block < static_cast<long long>(p.batch) * p.heads * q_blocks) {
+    const int row = block % q_blocks * 8 + threadIdx.x / 32;
+    const int head = block / q_blocks % p.heads, batch = block / q_blocks / p.heads;
+    if (row >= p.sq) return;
+    split_row(Head<float>(p.q, batch, head), Slice(p.dq, batch, head), row, p.d,
+              p.q_factors + static_cast<long long>(q_tile(p, batch, head, 0)) * BLOCK_Q);
+    return;
+  }
+  block -= static_cast<long long>(p.batch) * p.heads * q_blocks;
+  if (block < static_cast<long long>(p.batch) * heads_kv * k_blocks) {
+    const int row = block % k_blocks * 8 + threadIdx.x / 32;
+    const int head = block / k_blocks % heads_kv, batch = block / k_blocks / heads_kv;
+    if (row >= p.sk) return;
+    split_row(Head<float>(p.k, batch, head), Slice(p.dk, batch, head), row, p.d,
+              p.k_factors + static_cast<long long>(kv_tile(p, batch, head * p.group)) * BLOCK_K);
+    return;
+  }
+  block -= static_cast<long long>(p.batch) * heads_kv * k_blocks;
+  constexpr int kSlabs = VALUE_DIM / 64;
+  const int tiles = filled_up(p.sk, BLOCK_K) / BLOCK_K;
+  const int slab = block % kSlabs, tile = block / kSlabs % tiles;
+  const int head = block / kSlabs / tiles % heads_kv, batch = block / kSlabs / tiles / heads_kv;
+  split_columns(Head<float>(p.v, batch, head), Slice(p.dv, batch, head), tile * BLOCK_K, p.sk,
+                64 * slab, p.v_width,
+                p.v_factors + (kv_tile(p, batch, head * p.group) + tile) * 1ll * VALUE_DIM,
+                reinterpret_cast<float2(&)[8][32]>(memory));
+}

@@ -1,0 +1,85 @@
+// float32 numbers as sums of two float16, times powers of two that keep them in float16's range.
+#pragma once
+#include "tile.cuh"
+
+// Probabilities, at most 1, are multiplied by this, so that small ones keep their low parts.
+constexpr float kOfProbabilities = 32768.0f;
+
+// The nearest float16 numbers, and those of what is left: 11 bits and 11 more, a sign between them.
+DEVICE void split_pair(unsigned& high, unsigned& low, float a, float b) {
+  high = pack<Half>(a, b);
+  low = pack<Half>(a - to_float<Half>(high), b - to_float<Half>(high >> 16));
+}
+
+// Factors undo the powers of two: a row of Q or K has one, a tile of V one for each column. They
+// lie in the order of the tiles of all heads: this is the number of a tile.
+DEVICE int q_tile(const Params& p, int batch, int head, int q0) {
+  return (batch * p.heads + head) * (filled_up(p.sq, BLOCK_Q) / BLOCK_Q) + q0 / BLOCK_Q;
+}
+// The first one of K and V that a query head sees.
+DEVICE int kv_tile(const Params& p, int batch, int head) {
+  return (batch * (p.heads / p.group) + head / p.group) * (filled_up(p.sk, BLOCK_K) / BLOCK_K);
+}
+
+// --- fragments of a warpgroup
+
+// Scores from products of scaled rows. (One factor after the other: their product may overflow.)
+template <int kN>
+DEVICE void scale_scores(float (&s)[kN][4], const float* rows, const float* columns) {
+  const int thread = thread_again();
+  rows += thread / 32 * 16 + thread % 32 / 4, columns += thread % 4 * 2;
+  const float row[2] = {rows[0], rows[8]};
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * row[e / 2] * (e % 2 ? column.y : column.x);
+  }
+}
+
+// o += c, times a factor for each column; from this column of o on.
+template <int kN, int kAll>
+DEVICE void add_scaled(float (&o)[kAll][4], const float (&c)[kN][4], int column0,
+                       const float* columns) {
+  columns += column0 + thread_again() % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) o[column0 / 8 + n][e] += c[n][e] * (e % 2 ? column.y : column.x);
+  }
+}
+
+// Probabilities as left operands: one part, or both.
+template <int kParts, int kN>
+DEVICE void split_to_operands(unsigned (&parts)[kParts][kN / 2][4], const float (&p)[kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float (&two)[4] = p[2 * i + r / 2];
+      const float a = two[r % 2 * 2] * kOfProbabilities, b = two[r % 2 * 2 + 1] * kOfProbabilities;
+      if constexpr (kParts == 2)
+        split_pair(parts[0][i][r], parts[1][i][r], a, b);
+      else
+        parts[0][i][r] = pack<Half>(a, b);
+    }
+}
+
+// Row `row` of an array, half r of a fragment times a factor.
+template <bool kVector, int kN>
+DEVICE void store_floats(const Head<float>& to, const float (&c)[kN][4], int r, float factor,
+                         int row, const int& width) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const int column = 8 * n + fragment_column();
+    const float2 two = {c[n][2 * r] * factor, c[n][2 * r + 1] * factor};
+    if constexpr (kVector) {
+      if (column < width)
+        *reinterpret_cast<float2*>(to.data + row * to.row + column * sizeof(float)) = two;
+    } else {
+      if (column < width) to.at(row, column) = two.x;
+      if (column + 1 < width) to.at(row, column + 1) = two.y;
+    }
+  }
+}
