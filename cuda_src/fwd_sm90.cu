@@ -192,28 +192,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto wait_for_k = [&] { barrier_wait(k_full + 8 * (turn % STAGES), turn / STAGES % 2); };
   // Start S = Q K^T.
   auto multiply_qk = [&] {
-    // Through a shuffle: else the compiler keeps each sum below for the next time in a register.
-    const unsigned q = __shfl_sync(
-        ~0u, operand(q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128), 0);
-    const unsigned k =
-        __shfl_sync(~0u, operand(k_tiles + turn % STAGES * sizeof(KTile::Storage)), 0);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i)
-      wgmma<false>(s[0], q + columns_at<QTile>(i), k + columns_at<KTile>(i), i > 0);
-    wgmma_commit();
+    multiply_transposed<QTile, KTile, HEAD_DIM>(
+        s[0], q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128,
+        k_tiles + turn % STAGES * sizeof(KTile::Storage));
   };
   // Start O += P V, for the block of the turn before.
   bool adds = false;  // else O = P V
   auto multiply_pv = [&] {
     const int stage = (turn - 1) % STAGES;
     barrier_wait(v_full + 8 * stage, (turn - 1) / STAGES % 2);
-    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-      wgmma<true>(o[0], probabilities[i], v + rows_at(i), i > 0 || adds);
-    wgmma_commit();
+    multiply<VTile>(o[0], probabilities, v_tiles + stage * sizeof(VTile::Storage), adds);
     adds = true;
   };
   auto round = [&] { round_to_operands(probabilities, s[0]); };
