@@ -29,7 +29,7 @@
 // zeros. The adding threads wait for turns, and nobody else does.
 //
 // Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_Q (128; or 64, with HEAD_DIM of two
-// slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in bwd_sm80.cu).
+// slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm80.cu).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
 #include "softmax.cuh"
 #include "warpgroup.cuh"
@@ -223,40 +223,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }();
   float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
   unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
-  // Through a shuffle: else the compiler keeps sums of addresses in registers.
-  auto hidden = [&](unsigned operand) { return __shfl_sync(~0u, operand, 0); };
-  // Start S^T = K Q^T.
-  auto multiply_kq = [&](int i) {
-    const unsigned k = hidden(operand(k_tile + group * 64 * 128));
-    const unsigned q = hidden(operand(shared.q.tile(i)));
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < HEAD_DIM / 16; ++j)
-      wgmma<false>(s[0], k + columns_at<KTile>(j), q + columns_at<QTile>(j), j > 0);
-    wgmma_commit();
+  auto multiply_kq = [&](int i) {  // start S^T = K Q^T
+    multiply_transposed<KTile, QTile, HEAD_DIM>(s[0], k_tile + group * 64 * 128, shared.q.tile(i));
   };
   auto multiply_vo = [&](int i) {  // dP^T = V dO^T
-    const unsigned v = hidden(operand(v_tile + group * 64 * 128));
-    const unsigned dout = hidden(operand(shared.dout.tile(i)));
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < VALUE_DIM / 16; ++j)
-      wgmma<false>(ds[0], v + columns_at<VTile>(j), dout + columns_at<OTile>(j), j > 0);
-    wgmma_commit();
+    multiply_transposed<VTile, OTile, VALUE_DIM>(ds[0], v_tile + group * 64 * 128,
+                                                 shared.dout.tile(i));
   };
   auto multiply_po = [&](int i) {  // dV += P^T dO
-    const unsigned dout = operand(shared.dout.tile(i), OTile::kSlabBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dv[0], p_rounded[j], dout + rows_at(j));
-    wgmma_commit();
+    multiply<OTile>(dv[0], p_rounded, shared.dout.tile(i));
   };
   auto multiply_sq = [&](int i) {  // dK += dS^T Q
-    const unsigned q = operand(shared.q.tile(i), QTile::kSlabBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(dk[0], ds_rounded[j], q + rows_at(j));
-    wgmma_commit();
+    multiply<QTile>(dk[0], ds_rounded, shared.q.tile(i));
   };
   auto multiply_sk = [&](int i) {  // dQ = dS K
     const unsigned ds_tile = ds_tiles + i % 2 * sizeof(STile::Storage);

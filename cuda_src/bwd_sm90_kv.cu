@@ -63,25 +63,13 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
   const unsigned p_tiles = shared_address(&shared.p) + threadIdx.x % 128 * 16;
   float x[1][BLOCK_Q / 8][4], sum[1][kWidth / 8][4];
   unsigned rounded[BLOCK_Q / 16][4];
-  // Start A B^T.
-  auto multiply = [&](int i) {
+  auto multiply_ab = [&](int i) {  // start A B^T
     b_ring.wait(i);
-    // Through a shuffle: else the compiler keeps sums of addresses in registers.
-    const unsigned a = __shfl_sync(~0u, operand(a_tile), 0);
-    const unsigned b = __shfl_sync(~0u, operand(b_ring.tile(i)), 0);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < kDepth / 16; ++j)
-      wgmma<false>(x[0], a + columns_at<ATile>(j), b + columns_at<BTile>(j), j > 0);
-    wgmma_commit();
+    multiply_transposed<ATile, BTile, kDepth>(x[0], a_tile, b_ring.tile(i));
   };
   auto accumulate = [&](int i) {
     c_ring.wait(i);
-    const unsigned c = operand(c_ring.tile(i), CTile::kSlabBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_Q / 16; ++j) wgmma<true>(sum[0], rounded[j], c + rows_at(j));
-    wgmma_commit();
+    multiply<CTile>(sum[0], rounded, c_ring.tile(i));
   };
 
   clear(sum);
@@ -133,14 +121,14 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
 
   if (total > 0) {
     barrier_wait(a_full, 0);
-    multiply(0);
+    multiply_ab(0);
     wgmma_wait<0>();
     elementwise(0);
     round_to_operands(rounded, x[0]);
     for (int i = 1; i < total; ++i) {
       work.step(q0, q_head);
       accumulate(i - 1);
-      multiply(i);
+      multiply_ab(i);
       wgmma_wait<1>();
       c_ring.release(i - 1);  // early: what is copied there next is needed in the next turn
       wgmma_wait<0>();

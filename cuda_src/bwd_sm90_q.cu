@@ -13,7 +13,7 @@
 //
 // Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_K, STATS_ROWS (rows of a head in
 // lse_log2 and delta are filled up to a multiple of it), TRANSFORM (softmax.cuh), VECTOR (as in
-// fwd_sm90.cu, of dq).
+// fwd_sm80.cu).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2, its sum over keys.
 #include "softmax.cuh"
 #include "warpgroup.cuh"
@@ -97,37 +97,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto release = [&](unsigned barrier) {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   };
-  // Through a shuffle: else the compiler keeps sums of addresses in registers.
-  auto hidden = [&](unsigned operand) { return __shfl_sync(~0u, operand, 0); };
-  // Start S = Q K^T.
-  auto multiply_qk = [&](int i) {
+  auto multiply_qk = [&](int i) {  // start S = Q K^T
     const int stage = i % kStages;
     barrier_wait(k_full + 8 * stage, i / kStages % 2);
-    const unsigned q = hidden(operand(q_tile + group * 64 * 128));
-    const unsigned k = hidden(operand(k_tiles + stage * sizeof(KTile::Storage)));
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < HEAD_DIM / 16; ++j)
-      wgmma<false>(s[0], q + columns_at<QTile>(j), k + columns_at<KTile>(j), j > 0);
-    wgmma_commit();
+    multiply_transposed<QTile, KTile, HEAD_DIM>(s[0], q_tile + group * 64 * 128,
+                                                k_tiles + stage * sizeof(KTile::Storage));
   };
   auto multiply_ov = [&](int i) {  // dP = dO V^T
     const int stage = i % kStages;
     barrier_wait(v_full + 8 * stage, i / kStages % 2);
-    const unsigned dout = hidden(operand(o_tile + group * 64 * 128));
-    const unsigned v = hidden(operand(v_tiles + stage * sizeof(VTile::Storage)));
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < VALUE_DIM / 16; ++j)
-      wgmma<false>(ds[0], dout + columns_at<OTile>(j), v + columns_at<VTile>(j), j > 0);
-    wgmma_commit();
+    multiply_transposed<OTile, VTile, VALUE_DIM>(ds[0], o_tile + group * 64 * 128,
+                                                 v_tiles + stage * sizeof(VTile::Storage));
   };
   auto multiply_sk = [&](int i) {  // dQ += dS K
-    const unsigned k = operand(k_tiles + i % kStages * sizeof(KTile::Storage), KTile::kSlabBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < BLOCK_K / 16; ++j) wgmma<true>(dq[0], rounded[j], k + rows_at(j));
-    wgmma_commit();
+    multiply<KTile>(dq[0], rounded, k_tiles + i % kStages * sizeof(KTile::Storage));
   };
 
   // Of this thread's two rows; a row that does not exist must get P = 0.

@@ -247,11 +247,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto wait_for_k = [&] { barrier_wait(k_full + 8 * (turn % STAGES), turn / STAGES % 2); };
   // Start S = Q K^T.
   auto multiply_qk = [&] {
-    // Through a shuffle: else the compiler keeps each sum below for the next time in a register.
-    const unsigned q = __shfl_sync(
-        ~0u, operand(q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128), 0);
-    const unsigned k =
-        __shfl_sync(~0u, operand(k_tiles + turn % STAGES * sizeof(KTile::Storage)), 0);
+    const unsigned q =
+        hidden(operand(q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128));
+    const unsigned k = hidden(operand(k_tiles + turn % STAGES * sizeof(KTile::Storage)));
     constexpr int kLow = 4 * slabs(HEAD_DIM);  // the low part's first 16 columns
     wgmma_fence();
 #pragma unroll

@@ -38,6 +38,30 @@ DEVICE constexpr int columns_at(int i) {
 // Of one that is summed over its rows: rows 16 i ...
 DEVICE constexpr int rows_at(int i) { return i * (16 * 128 >> 4); }
 
+// Through a shuffle: else the compiler keeps sums of addresses in registers.
+DEVICE unsigned hidden(unsigned operand) { return __shfl_sync(~0u, operand, 0); }
+
+// Start c = a b^T, of tiles at these addresses, summed over kDepth columns.
+template <class A, class B, int kDepth, int kN>
+DEVICE void multiply_transposed(float (&c)[kN][4], unsigned a_tile, unsigned b_tile) {
+  const unsigned a = hidden(operand(a_tile)), b = hidden(operand(b_tile));
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kDepth / 16; ++i)
+    wgmma<false>(c, a + columns_at<A>(i), b + columns_at<B>(i), i > 0);
+  wgmma_commit();
+}
+// Start c += a b, or c = a b, of what is in registers and a tile, summed over the tile's rows.
+template <class B, int kSteps, int kN>
+DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kSteps][4], unsigned b_tile,
+                     bool adds = true) {
+  const unsigned b = operand(b_tile, B::kSlabBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) wgmma<true>(c, a[i], b + rows_at(i), i > 0 || adds);
+  wgmma_commit();
+}
+
 // Accumulators, rounded, as the left operand of a product that is summed over their columns: for
 // columns 16 i .., and for all.
 template <int kN>

@@ -227,7 +227,7 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
     q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
     shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
     rows = {"BLOCK_Q": tiles.resident, "BLOCK_K": tiles.streamed}
-    return _16_bit_variant("fwd_sm80", "fwd_sm80", problem, tiles, vector, rows, shared)
+    return _16_bit_variant("fwd_sm80", "fwd_sm80", problem, tiles.warps, vector, rows, shared)
 
 
 @functools.lru_cache(4096)
@@ -279,7 +279,7 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     }
 
     def step(entry):
-        return _16_bit_variant("bwd_sm80", entry, problem, tiles, vector, macros, shared)
+        return _16_bit_variant("bwd_sm80", entry, problem, tiles.warps, vector, macros, shared)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     store_dq = step("store_dq")._replace(shared_bytes=_tile_bytes(queries, d))
@@ -306,8 +306,7 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     }
 
     def step(entry):
-        all_tiles = Tiles(keys, queries, warps=12)
-        return _16_bit_variant("bwd_sm90", entry, problem, all_tiles, vector, macros, shared)
+        return _16_bit_variant("bwd_sm90", entry, problem, 12, vector, macros, shared)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     q_tiles = heads * -(-problem.sq // queries)
@@ -323,8 +322,7 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     queries, keys = tiles.streamed, tiles.keys  # of the passes for dK and dV, and for dQ
 
     def step(file, entry, macros, shared):
-        all_tiles = Tiles(64, queries, warps=12)
-        return _16_bit_variant(file, entry, problem, all_tiles, vector, macros, shared)
+        return _16_bit_variant(file, entry, problem, 12, vector, macros, shared)
 
     shared = _slab_bytes(64, d) + _slab_bytes(64, dv) + _rings_bytes(queries, d, dv)
     shared += tiles.p_stages * 4 * queries * 64 + KIB
@@ -385,10 +383,8 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
         "STAGES": tiles.stages,
         "Q_STAGES": q_stages,
     }
-    all_tiles = Tiles(tiles.resident, tiles.streamed, warps=4 * groups + 4)
-    return _16_bit_variant(
-        "fwd_sm90", "fwd_sm90", problem, all_tiles, vector, macros, shared[q_stages]
-    )
+    warps = 4 * groups + 4
+    return _16_bit_variant("fwd_sm90", "fwd_sm90", problem, warps, vector, macros, shared[q_stages])
 
 
 def split_step(p: Problem, tiles: HopperTiles, vector: bool) -> tuple[Variant, int]:
@@ -400,8 +396,7 @@ def split_step(p: Problem, tiles: HopperTiles, vector: bool) -> tuple[Variant, i
         "HEAD_DIM": _rounded_up(p.d, 64),
         "VALUE_DIM": _rounded_up(p.dv, 64),
     }
-    all_tiles = Tiles(tiles.resident, tiles.streamed, warps=8)
-    variant = _variant("split", "split", all_tiles, vector, macros, 8 * 32 * 8)
+    variant = _variant("split", "split", 8, vector, macros, 8 * 32 * 8)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     of_v = -(-p.sk // tiles.streamed) * -(-p.dv // 64)  # a block for 64 columns of a tile
     return variant, heads * -(-p.sq // 8) + heads_kv * (-(-p.sk // 8) + of_v)
@@ -412,7 +407,7 @@ def _transform(problem: Problem) -> int:
     return int(problem.softcap is not None or problem.scale <= 0)
 
 
-def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Variant:
+def _16_bit_variant(file, entry, problem, warps, vector, macros, shared) -> Variant:
     macros = {
         "ELEMENT": ELEMENTS.get(problem.dtype, "Half"),  # of float32, parts
         "HEAD_DIM": _rounded_up(problem.d, 32),
@@ -420,7 +415,7 @@ def _16_bit_variant(file, entry, problem, tiles, vector, macros, shared) -> Vari
         "TRANSFORM": _transform(problem),
         **macros,
     }
-    return _variant(file, entry, tiles, vector, macros, shared)
+    return _variant(file, entry, warps, vector, macros, shared)
 
 
 def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Variant:
@@ -447,18 +442,18 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Va
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
     numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + rows
-    return _variant(file, entry, tiles, vector, macros, numbers * problem.itemsize)
+    return _variant(file, entry, tiles.warps, vector, macros, numbers * problem.itemsize)
 
 
-def _variant(file, entry, tiles, vector, macros, shared) -> Variant:
+def _variant(file, entry, warps, vector, macros, shared) -> Variant:
     macros = {
         **macros,
-        "WARPS": tiles.warps,
+        "WARPS": warps,
         "VECTOR": int(vector),
         "SHARED_BYTES": shared,
         "PARAMS_BYTES": PARAMS.size,
     }
-    threads, shared = (256, 0) if entry == "row_delta" else (32 * tiles.warps, shared)
+    threads, shared = (256, 0) if entry == "row_delta" else (32 * warps, shared)
     return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 

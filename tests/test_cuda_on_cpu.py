@@ -371,8 +371,5 @@ HOPPER_BACKWARD_CASES = [
 @pytest.mark.parametrize(("case", "tiles"), HOPPER_BACKWARD_CASES, ids=str)
 def test_hopper_backward(case, tiles, on_cpu):
     run = Run(case, np)
-    options = {"scale": None, "causal": False, "window": None, "softcap": None, **run.options}
-    problem, _, out, lse = forward(
-        on_cpu, Tiles(32, 32, 2), *(run.q, run.k, run.v), *options.values()
-    )
+    problem, _, out, lse = forward(on_cpu, Tiles(32, 32, 2), run.q, run.k, run.v, **run.options)
     run.check_backward(backward(on_cpu, problem, tiles, run, out, lse))
