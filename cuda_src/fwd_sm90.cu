@@ -241,7 +241,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
   float part[kSlice / 8][4];  // P V of a block, with SPLIT, kSlice columns at a time
   unsigned probabilities[kParts][BLOCK_K / 16][4];
-  auto release = [&](unsigned barrier) {
+  // `loaded`: lanes have read the buffer themselves. Without the fence the arrival overtakes their
+  // loads, and so did copies: the last factors loaded were those of the next block.
+  auto release = [&](unsigned barrier, bool loaded = false) {
+    if (loaded) {
+      fence_async();
+      __syncwarp();
+    }
     if (speaks) barrier_arrive(barrier);
   };
   auto wait_for_k = [&] { barrier_wait(k_full + 8 * (turn % STAGES), turn / STAGES % 2); };
@@ -293,9 +299,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         add_scaled(o[0], part, slice * kSlice, shared.v_factors[stage]);
       }
-      __syncwarp();  // all lanes have read them
     }
-    release(v_empty + 8 * stage);
+    release(v_empty + 8 * stage, SPLIT);
   };
   auto round = [&] {
     if constexpr (SPLIT)
@@ -320,10 +325,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Bounds last = k_bounds(min(row0 + 64, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
     for (; k0 >= k_stop && (k0 >= last.hi || row0 >= p.sq); k0 -= BLOCK_K, ++turn) {
       const int stage = turn % STAGES;
+      // All lanes have seen a phase before the next may begin. With one stage V comes after the
+      // next K.
       barrier_wait(k_full + 8 * stage, turn / STAGES % 2);
-      barrier_wait(v_full + 8 * stage, turn / STAGES % 2);
-      __syncwarp();  // all lanes have seen it before the next phase may begin
+      __syncwarp();
       release(k_empty + 8 * stage);
+      barrier_wait(v_full + 8 * stage, turn / STAGES % 2);
+      __syncwarp();
       release(v_empty + 8 * stage);
     }
     Softmax softmax;
@@ -358,8 +366,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     auto leave = [&] {
       const Work copy = work;
-      __syncwarp();
-      release(q_empty + 8 * slot);
+      release(q_empty + 8 * slot, true);
       return copy;
     };
     Work done;
@@ -371,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mask();
       exponentiate();
       softmax.add();
-      release(k_empty + 8 * (turn % STAGES));
+      release(k_empty + 8 * (turn % STAGES), SPLIT);
       round();
       ++turn;
       for (k0 -= BLOCK_K; k0 >= k_stop; k0 -= BLOCK_K, ++turn) {
@@ -385,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         else
           try_exponentiate();
         softmax.add();
-        release(k_empty + 8 * (turn % STAGES));
+        release(k_empty + 8 * (turn % STAGES), SPLIT);
         finish_pv();
         softmax.rescale(o);
         round();
