@@ -85,13 +85,6 @@ DEVICE float* dq_part(const Params& p, int batch, int head, int q0) {
   return p.dq_sum + part * (kQm * kQn * 128);
 }
 
-// s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
-DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, const Scores& scores) {
-  const float x = s * scores.unit;
-  s = exp2_approx(x - lse_log2);
-  dp = s * (dp - delta) * scores.slope(x);
-}
-
 extern "C" __global__ void row_delta(const Params p) { write_row_delta<Element, 1>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80(const Params p) {

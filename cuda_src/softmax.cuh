@@ -60,6 +60,13 @@ struct Scores {
   }
 };
 
+// s: products to P. dp to dS = P (dP - delta), times the softcap's slope.
+DEVICE void differentiate(float& s, float& dp, float lse_log2, float delta, const Scores& scores) {
+  const float x = s * scores.unit;
+  s = exp2_approx(x - lse_log2);
+  dp = s * (dp - delta) * scores.slope(x);
+}
+
 DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

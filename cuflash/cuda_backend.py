@@ -27,7 +27,7 @@ KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 REALS = {"float32": "float", "float64": "double"}
-WIDEST = 256
+WIDEST = 1024
 
 
 class Tiles(NamedTuple):
@@ -42,10 +42,21 @@ class Tiles(NamedTuple):
     # resident.
     across: int = 1
     # In float32 and float64: columns at a time; resident rows stay in shared memory and do not
-    # stream too; products on tensor cores.
+    # stream too; products on tensor cores; columns of a result that a block makes.
     slice: int = 64
     whole: bool = True
     mma: bool = False
+    chunk: int = 256
+
+
+class WideTiles(NamedTuple):
+    """The same of wide_sm80.cu, for 16-bit heads wider than 256: 64 rows stay, with 8 warps."""
+
+    streamed: int
+    slice: int  # columns at a time
+    whole: bool = True
+    chunk: int = 512
+    resident: int = 64
 
 
 class HopperTiles(NamedTuple):
@@ -83,25 +94,32 @@ class HopperTwoPass(NamedTuple):
 
 
 OnHopper = HopperBackward | HopperTwoPass
+Portable = Tiles | WideTiles
+Table = dict[int, list[Portable]]
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles of the forward and of the backward kernel."""
 
-    forward: Tiles | HopperTiles
-    backward: Tiles | OnHopper
+    forward: Portable | HopperTiles
+    backward: Portable | OnHopper
 
 
 # By dtype, then by the larger of the two widths: candidates, the first that fits the device is
 # taken. The last of a row fits 64 KiB (forward 48), so every GPU. TFLOP/s: bfloat16 on an H200,
 # 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
 # docs/kernels.md.
-_FORWARD_16 = {
+_WIDE_16 = [
+    WideTiles(128, 128), WideTiles(64, 64), WideTiles(128, 128, whole=False),
+    WideTiles(64, 64, whole=False),
+]  # fmt: skip
+_FORWARD_16: Table = {
     64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
     192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
+    1024: _WIDE_16,
 }
 # On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 8192,
 # full / causal, beside cuDNN in the same run; other rows in docs/kernels.md.
@@ -132,7 +150,7 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
-_BACKWARD_16 = {
+_BACKWARD_16: Table = {
     64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
     128: [
         Tiles(128, 64, 8, 3, 2),  # 319, FlashAttention-2 290
@@ -145,6 +163,7 @@ _BACKWARD_16 = {
         Tiles(64, 64, 8, 1, 4),  # 226
         Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
     ],
+    1024: _WIDE_16,
 }  # fmt: skip
 # On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
 # is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and 33 in
@@ -214,9 +233,11 @@ def _tile_bytes(rows: int, width: int) -> int:
 
 
 @functools.lru_cache(4096)
-def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) -> Variant:
+def forward_variant(problem: Problem, tiles: Portable | HopperTiles, vector: bool) -> Variant:
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
+    if isinstance(tiles, WideTiles):
+        return _wide_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
         macros = {"TRANSFORM": _transform(problem)}
         maxima = tiles.across * tiles.resident
@@ -232,13 +253,15 @@ def forward_variant(problem: Problem, tiles: Tiles | HopperTiles, vector: bool) 
 
 @functools.lru_cache(4096)
 def backward_steps(
-    problem: Problem, tiles: Tiles | OnHopper, vector: bool
+    problem: Problem, tiles: Portable | OnHopper, vector: bool
 ) -> list[tuple[Variant, int]]:
     """What a backward pass launches: kernels, and of how many blocks."""
     if isinstance(tiles, HopperBackward):
         return _sm90_steps(problem, tiles, vector)
     if isinstance(tiles, HopperTwoPass):
         return _sm90_two_pass_steps(problem, tiles, vector)
+    if isinstance(tiles, WideTiles):
+        return _wide_steps(problem, tiles, vector)
     steps = _simt_steps if problem.dtype in REALS else _sm80_steps
     return steps(problem, tiles, vector)
 
@@ -335,6 +358,48 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
         (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // 128)),
     ]
+
+
+def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int) -> Variant:
+    """`number`: the pass, as wide_sm80.cu counts them."""
+    of_ds = number >= 2
+    d, dv = _rounded_up(problem.d, tiles.slice), _rounded_up(problem.dv, tiles.slice)
+    own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
+    shared = own_slices * _tile_bytes(64, tiles.slice) + _tile_bytes(64, tiles.streamed)
+    shared += 2 * _tile_bytes(tiles.streamed, tiles.slice) + 2 * KIB  # what threads tell each other
+    macros = {
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "PASS": number,
+        "CHUNK": _chunks(d if of_ds else dv, tiles)[0],
+        "STREAMED": tiles.streamed,
+        "SLICE": tiles.slice,
+        "WHOLE": int(tiles.whole),
+    }
+    return _16_bit_variant("wide_sm80", "wide_sm80", problem, 8, vector, macros, shared)
+
+
+def _chunks(width: int, tiles: Portable) -> tuple[int, int]:
+    """Columns of a result of this width that a block makes, and how many blocks share a row."""
+    slices = -(-width // tiles.slice)
+    blocks = -(-slices * tiles.slice // tiles.chunk)
+    return -(-slices // blocks) * tiles.slice, blocks
+
+
+def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+
+    def step(number, rows, width):
+        blocks = rows[0] * -(-rows[1] // tiles.resident) * _chunks(width, tiles)[1]
+        return _wide_variant(problem, tiles, vector, number), blocks
+
+    dv, dk, dq = (
+        step(1, (heads_kv, problem.sk), problem.dv),
+        step(2, (heads_kv, problem.sk), problem.d),
+        step(3, (heads, problem.sq), problem.d),
+    )
+    row_delta = dv[0]._replace(entry="row_delta", threads=256, shared_bytes=0)
+    return [(row_delta, -(-heads * problem.sq // 8)), dv, dk, dq]
 
 
 def _slab_bytes(rows: int, width: int) -> int:
@@ -457,7 +522,7 @@ def _variant(file, entry, warps, vector, macros, shared) -> Variant:
     return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
 
 
-def tables(dtype: str, capability: int) -> tuple[dict[int, list[Tiles]], dict[int, list[Tiles]]]:
+def tables(dtype: str, capability: int) -> tuple[Table, Table]:
     """Of the forward and of the backward kernel, without Hopper's own."""
     if dtype == "float64" and capability in MMA_CAPABILITIES:
         return FORWARD_MMA, BACKWARD_MMA
@@ -480,15 +545,15 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     def backward_bytes(tiles):
         return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
-    if capability == 90 and problem.dtype in ELEMENTS:
+    if capability == 90 and problem.dtype in ELEMENTS and width <= max(FORWARD_HOPPER):
         row = next(w for w in FORWARD_HOPPER if w >= width)
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     backward = first(backward_table, backward_bytes, shared_limit)
-    if capability == 90 and problem.dtype == "float32" and not problem.softcap:
-        table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
+    table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
+    if capability == 90 and problem.dtype == "float32" and not problem.softcap and width <= max(table):
         return Config(table[next(w for w in table if w >= width)], backward)
     return Config(first(forward_table, forward_bytes, forward_limit), backward)
 
@@ -733,19 +798,19 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
 
 
-def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
+def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
     """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
     queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
     return p.batch * p.heads * _rounded_up(p.sq, queries)
 
 
 def workspace(
-    problem: Problem, tiles: Tiles | OnHopper, deterministic: bool
+    problem: Problem, tiles: Portable | OnHopper, deterministic: bool
 ) -> tuple[int, int, int]:
     """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
-    if isinstance(tiles, HopperTwoPass):
+    if isinstance(tiles, HopperTwoPass | WideTiles):
         return 0, 0, 0
     if isinstance(tiles, HopperBackward):
         turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
@@ -773,10 +838,12 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(4096)
 def _forward_plan(
-    device, problem: Problem, tiles: Tiles | HopperTiles, strides, aligned: bool
+    device, problem: Problem, tiles: Portable | HopperTiles, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides[:4])
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    if isinstance(tiles, Portable):
+        blocks *= _chunks(problem.dv, tiles)[1]
     encoders = []
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
@@ -797,7 +864,7 @@ def _forward_plan(
 
 @functools.lru_cache(4096)
 def _backward_plan(
-    device, problem: Problem, tiles: Tiles | OnHopper, strides, aligned: bool
+    device, problem: Problem, tiles: Portable | OnHopper, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)

@@ -18,7 +18,14 @@ import pytest
 from cases import Run, case, close, dtype_of, eps, normal, peak
 
 from cuflash import _compile, api, attention_reference, cuda_backend
-from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, HopperTwoPass, Tiles
+from cuflash.cuda_backend import (
+    Config,
+    HopperBackward,
+    HopperTiles,
+    HopperTwoPass,
+    Tiles,
+    WideTiles,
+)
 
 HERE = Path(__file__).parent
 
@@ -138,6 +145,14 @@ CASES = [
           layout="contiguous", window=(90, None)), Tiles(64, 32, 4, 3, 2)),
     (case(17, 140, d=32, dv=32, batch=2, heads=17, heads_kv=17, dtype="float16", window=(5, 3),
           layout="contiguous"), Tiles(64, 32, 4)),
+    (case(70, 130, d=264, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", causal=True),
+     WideTiles(64, 64, chunk=128)),
+    (case(90, 150, d=136, dv=264, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", softcap=2.0, window=(40, 3)), WideTiles(128, 128, whole=False)),
+    (case(66, 40, d=64, dv=512, batch=1, heads=2, heads_kv=2, dtype="bfloat16", layout="bshd",
+          causal="top_left", scale=-0.4), WideTiles(64, 64, whole=False, chunk=256)),
+    (case(9, 3, d=784, dv=72, batch=1, heads=1, heads_kv=1, dtype="float16", causal=True,
+          layout="contiguous"), WideTiles(64, 128)),
 ]  # fmt: skip
 
 
