@@ -2,7 +2,7 @@
 // accuracy.
 //
 //   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and dQ = 0
-//   bwd_simt   a block per tile of keys of a key/value head. dK and dV stay in registers, queries
+//   bwd_simt   a block per tile of keys of a key/value head, and CHUNK columns of the result. dK and dV stay in registers, queries
 //              stream past, and what they get from these keys is added to dQ in memory
 //
 // All blocks of a head add to the same dQ. They take turns, in the order of their keys, so that
@@ -17,6 +17,9 @@
 
 // dV alone has no use for the block's own values.
 constexpr int kMine = kHead + (PARTS & 1 ? kValue : 0);
+constexpr int kKeptK = kept(kHead), kKeptV = kept(kValue);
+constexpr int kChunks = chunks(PARTS & 1 ? kHead : kValue);
+static_assert(kChunks == 1 || (PARTS != 3 && !WHOLE), "all of dK and dV, or parts of one");
 struct Memory : Shared<kMine, STREAMED> {
   Real stats[2][STREAMED];  // lse and delta
 };
@@ -24,7 +27,7 @@ static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_ba
 
 // dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
 // columns. On tensor cores the larger part of a warp saves reads from shared memory.
-constexpr int kQueryWarps = WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
+constexpr int kQueryWarps = kWide ? 4 : WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
 constexpr int kQueries = STREAMED / (kLanesY * kQueryWarps);
 constexpr int kDqSlices = MMA && WHOLE && kColumnWarps % kHead == 0 ? kHead : 1;
 constexpr int kColumns = kDqSlices * SLICE / (kLanesX * kColumnWarps);
@@ -102,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   Memory& shared = *reinterpret_cast<Memory*>(memory);
   const int heads = p.heads / p.group;
   // Of all heads the first keys first: under a causal mask they take longest.
-  const int tile = blockIdx.x / (heads * p.batch), k0 = tile * kRows;
+  const int index = blockIdx.x / (heads * p.batch), tile = index / kChunks, k0 = tile * kRows;
+  const int chunk = index % kChunks, slice0 = chunk * (PARTS & 1 ? kKeptK : kKeptV);
   const int head = blockIdx.x % heads, batch = blockIdx.x / heads % p.batch;
   // Queries that see any of these keys, and those that see all.
   const int lo_shift = 1 - p.hi_shift, hi_shift = 1 - p.lo_shift;
@@ -111,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   const Matrix k(p.k, batch, head), v(p.v, batch, head);
   const Score score(p);
 
-  Out dk[PARTS & 1 ? kHead : 1], dv[PARTS & 2 ? kValue : 1];
+  Out dk[PARTS & 1 ? kKeptK : 1], dv[PARTS & 2 ? kKeptV : 1];
   for (auto& part : dk) clear(part);
   for (auto& part : dv) clear(part);
 
@@ -163,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   const auto take_turn = [&](Place at) {
     if (threadIdx.x % 32 == 0) {
       const int tiles = (p.sq + STREAMED - 1) / STREAMED;
-      held = ((batch * p.heads + at.head) * tiles + at.q0 / STREAMED) * WARPS +
+      held = (((batch * p.heads + at.head) * tiles + at.q0 / STREAMED) * kChunks + chunk) * WARPS +
              static_cast<int>(threadIdx.x) / 32;
       const int before = tile - k_bounds(at.q0, p.sk, p.lo_shift, p.hi_shift).lo / kRows;
       while (load_acquire(p.counters + held) != before) continue;
@@ -215,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       if (n + 1 < kHead)
         fetch_q(turn ^ 1, at, n + 1, true);
       else
-        fetch_dout(turn ^ 1, at, 0, PARTS == 1);
+        fetch_dout(turn ^ 1, at, PARTS == 2 ? slice0 : 0, PARTS == 1);
       accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
                  min(p.d - n * SLICE, SLICE));
     }
@@ -234,10 +238,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
     if (PARTS & 2) {
       if (!kScoresStay) put(shared.p, s);
 #pragma unroll
-      for (int n = 0; n < kValue; ++n, turn ^= 1) {
+      for (int n = 0; n < kKeptV; ++n, turn ^= 1) {
         arrived();
-        if (n + 1 < kValue)
-          fetch_dout(turn ^ 1, at, n + 1, false);
+        if (n + 1 < kKeptV)
+          fetch_dout(turn ^ 1, at, slice0 + n + 1, false);
         else if (PARTS & 1)
           fetch_dout(turn ^ 1, at, 0, true);
         else
@@ -256,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         if (n + 1 < kValue)
           fetch_dout(turn ^ 1, at, n + 1, true);
         else
-          fetch_q(turn ^ 1, at, 0, false);
+          fetch_q(turn ^ 1, at, slice0, false);
         accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
                    min(p.v_width - n * SLICE, SLICE));
       }
@@ -270,10 +274,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       hide(ds);
       put(shared.p, ds);
 #pragma unroll
-      for (int n = 0; n < kHead; ++n, turn ^= 1) {
+      for (int n = 0; n < kKeptK; ++n, turn ^= 1) {
         arrived();
-        if (n + 1 < kHead)
-          fetch_q(turn ^ 1, at, n + 1, false);
+        if (n + 1 < kKeptK)
+          fetch_q(turn ^ 1, at, slice0 + n + 1, false);
         else
           fetch_next(turn ^ 1);
         accumulate(dk[n], shared, ds, shared.theirs[turn].straight);
@@ -289,7 +293,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         for (int i = 0; i < kQueries; ++i)
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) {
-            const int row = at.q0 + dq_query_of(i), column = first_slice * SLICE + dq_column_of(j);
+            const int row = at.q0 + dq_query_of(i);
+            const int column = (slice0 + first_slice) * SLICE + dq_column_of(j);
             add(&sum.at(row, column), dq[i][j] * score.scale, row < p.sq && column < p.d);
           }
       }
@@ -300,6 +305,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   Real scale[kM], one[kM];
 #pragma unroll
   for (int i = 0; i < kM; ++i) scale[i] = score.scale, one[i] = 1;
-  if (PARTS & 1) store(Matrix(p.dk, batch, head), dk, scale, k0, p.sk, p.d);
-  if (PARTS & 2) store(Matrix(p.dv, batch, head), dv, one, k0, p.sk, p.v_width);
+  if (PARTS & 1) store(Matrix(p.dk, batch, head), dk, scale, k0, p.sk, slice0, p.d);
+  if (PARTS & 2) store(Matrix(p.dv, batch, head), dv, one, k0, p.sk, slice0, p.v_width);
 }

@@ -17,6 +17,12 @@ DEVICE int thread_again() {
   return x;
 }
 
+// x, of which the compiler knows nothing more: what is made of it need not stay in a register.
+DEVICE int again(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- conversions
 
 template <class T>

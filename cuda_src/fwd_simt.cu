@@ -1,12 +1,14 @@
 // Forward for float32 and float64 on CUDA cores, and float64 on tensor cores, at those dtypes'
 // accuracy.
 //
-// Grid: one block per (query tile, head, batch entry), all on x. simt.cuh says how tiles are held.
+// Grid: one block per (query tile, CHUNK columns of out, head, batch entry), all on x. simt.cuh says how tiles are held.
 // Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, STREAMED, ROWS_PER_THREAD, WARPS,
-// ACROSS, MMA, WHOLE, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive),
+// ACROSS, MMA, WHOLE, CHUNK, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive),
 // VECTOR (1: rows of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691,
 // algorithm 1.
 #include "simt.cuh"
+
+constexpr int kKept = kept(kValue), kChunks = chunks(kValue);
 
 struct Memory : Shared<kHead, kScoresStay ? 1 : STREAMED> {
   Real rows[ACROSS][kRows];  // what warps that share rows say about them
@@ -32,7 +34,7 @@ struct OnlineSoftmax {
   Real max[kM], sum[kM];  // sum: of this thread's columns only
 
   // s becomes exponentials; o is rescaled.
-  DEVICE void add(Scores& s, Out (&o)[kValue], Memory& shared, const Exponential& exponential) {
+  DEVICE void add(Scores& s, Out (&o)[kKept], Memory& shared, const Exponential& exponential) {
     Real tops[kM];
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
@@ -58,7 +60,7 @@ struct OnlineSoftmax {
       // Tensor cores wait for what is multiplied here, and maxima seldom rise.
       if (MMA && !__any_sync(~0u, rescale != 1)) continue;
 #pragma unroll
-      for (int n = 0; n < kValue; ++n)
+      for (int n = 0; n < kKept; ++n)
 #pragma unroll
         for (int j = 0; j < kO; ++j) o[n][i][j] *= rescale;
     }
@@ -70,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
   Memory& shared = *reinterpret_cast<Memory*>(memory);
   const int tiles = (p.sq + kRows - 1) / kRows;
   // Of all heads the last queries first: under a causal mask they take longest.
-  const int q0 = (tiles - 1 - blockIdx.x / (p.heads * p.batch)) * kRows;
+  const int index = blockIdx.x / (p.heads * p.batch), q0 = (tiles - 1 - index / kChunks) * kRows;
+  const int slice0 = index % kChunks * kKept;
   const int head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads % p.batch;
   const Matrix q(p.q, batch, head), out(p.out, batch, head);
   const Matrix k(p.k, batch, head / p.group), v(p.v, batch, head / p.group);
@@ -82,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
   const Real factor = TRANSFORM ? Real(1) : score.scale;
   const Exponential exponential(factor);
   OnlineSoftmax softmax;
-  Out o[kValue];
+  Out o[kKept];
 #pragma unroll
   for (int i = 0; i < kM; ++i) softmax.max[i] = -kInfinity, softmax.sum[i] = 0;
 #pragma unroll
-  for (int n = 0; n < kValue; ++n) clear(o[n]);
+  for (int n = 0; n < kKept; ++n) clear(o[n]);
 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
   const auto fetch_keys = [&](int buffer, int k0, int n) {
@@ -95,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
     copies_commit();
   };
   const auto fetch_values = [&](int buffer, int k0, int n) {
-    fetch(shared.theirs[buffer].straight, v, k0, p.sk, n, p.v_width);
+    fetch(shared.theirs[buffer].straight, v, k0, p.sk, slice0 + n, p.v_width);
     copies_commit();
   };
 
@@ -136,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
     softmax.add(s, o, shared, exponential);
     if (!kScoresStay) put(shared.p, s);
 #pragma unroll
-    for (int n = 0; n < kValue; ++n, turn ^= 1) {
+    for (int n = 0; n < kKept; ++n, turn ^= 1) {
       arrived();
-      if (n + 1 < kValue)
+      if (n + 1 < kKept)
         fetch_values(turn ^ 1, k0, n + 1);
       else if (k0 + STREAMED < last.hi)
         fetch_keys(turn ^ 1, k0 + STREAMED, 0);
@@ -156,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
     const Real total = totals[i];
     const int row = q0 + row_of(i);
     inverse[i] = total == 0 ? Real(0) : Real(1) / total;
-    if (lane_x() == 0 && threadIdx.x / 32 % ACROSS == 0 && row < p.sq)
+    if (slice0 == 0 && lane_x() == 0 && threadIdx.x / 32 % ACROSS == 0 && row < p.sq)
       static_cast<Real*>(p.lse)[first_row(p, batch, head) + row] =
           total == 0 ? -kInfinity : softmax.max[i] * factor + log(total);
   }
-  store(out, o, inverse, q0, p.sq, p.v_width);
+  store(out, o, inverse, q0, p.sq, slice0, p.v_width);
 }

@@ -29,8 +29,14 @@ constexpr int kM = ROWS_PER_THREAD, kRows = kLanesY * kM * WARPS / ACROSS;
 // A thread's columns of scores and of a slice.
 constexpr int kS = STREAMED / (kLanesX * ACROSS), kO = SLICE / (kLanesX * ACROSS);
 constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
+// Of a result that is wider than CHUNK columns a block makes as many, and the same scores as the
+// blocks of others. Slices of it, and blocks:
+DEVICE constexpr int kept(int slices) { return slices * SLICE < CHUNK ? slices : CHUNK / SLICE; }
+DEVICE constexpr int chunks(int slices) { return (slices + kept(slices) - 1) / kept(slices); }
+// Beside 512 columns addresses are worked out when needed: kept in registers, up to 240 bytes spill.
+constexpr bool kWide = HEAD_DIM > 256 || VALUE_DIM > 256;
 static_assert(kM % kVector == 0 && kS % kColumnGroup == 0 && kO % kColumnGroup == 0, "groups");
-static_assert(MMA ? sizeof(Real) == 8 : ACROSS == 1, "not on these cores");
+static_assert(!MMA || sizeof(Real) == 8, "not on these cores");
 
 // A warp that has all scores of its rows multiplies with them as they lie in its registers.
 constexpr bool kScoresStay = MMA && ACROSS == 1;
@@ -108,6 +114,7 @@ DEVICE void copy_one(unsigned to, const void* from, bool inside) {
 // tile[slot(i)][j] = x[row0 + i][n SLICE + j], zeros beyond the ends of x; complete after
 // arrived().
 DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, int width) {
+  if (kWide) row0 = again(row0), n = again(n);
   constexpr int kSize = VECTOR ? kVector : 1, kAcross = SLICE / kSize, kStep = kThreads / kAcross;
   static_assert(kThreads % kAcross == 0 && STREAMED % kStep == 0, "whole rows at a time");
   const int i0 = threadIdx.x / kAcross, j = threadIdx.x % kAcross * kSize;
@@ -130,6 +137,7 @@ DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, in
 template <int kCount>
 DEVICE void fetch_turned(Turned<kCount>& tile, const Matrix& x, int row0, int rows, int n,
                          int width) {
+  if (kWide) row0 = again(row0), n = again(n);
   const int j0 = threadIdx.x % 8;
   const long long step = VECTOR ? sizeof(Real) : x.column;
 #pragma unroll 1
@@ -252,17 +260,17 @@ DEVICE void put(Real (*p)[pitch(kRows)], const Scores& c) {
   __syncwarp();
 }
 
-// x[row0 + i][n SLICE + j] = factor[i] * part: each thread its own numbers.
+// x[row0 + i][(slice0 + n) SLICE + j] = factor[i] * part: each thread its own numbers.
 template <int kSlices>
 DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&factor)[kM], int row0,
-                  int rows, int width) {
+                  int rows, int slice0, int width) {
 #pragma unroll
   for (int n = 0; n < kSlices; ++n)
 #pragma unroll
     for (int i = 0; i < kM; ++i)
 #pragma unroll
       for (int j = 0; j < kO; ++j) {
-        const int row = row0 + row_of(i), column = n * SLICE + column_of<kO>(j);
+        const int row = row0 + row_of(i), column = (slice0 + n) * SLICE + column_of<kO>(j);
         if (row < rows && column < width) x.at(row, column) = part[n][i][j] * factor[i];
       }
 }

@@ -48,6 +48,8 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_ba
 // Slice n of rows row0 .. of x.
 template <class TheTile>
 DEVICE void fetch(typename TheTile::Storage& tile, Slice x, int row0, int rows, int n, int width) {
+  // Else what addresses are made of is kept in registers, and up to 100 bytes are spilled.
+  row0 = again(row0), n = again(n);
   x.data += n * SLICE * x.column;
   TheTile::template load<VECTOR>(shared_address(&tile), x, row0, rows, width - n * SLICE);
 }
@@ -91,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
   const int end = start.head + some * (kOfKeys ? p.group : 1);
 
   // Both sides of S and of dP.
-  const Slice mine_s(kOfKeys ? p.k : p.q, batch, head), mine_dp(kOfKeys ? p.v : p.dout, batch, head);
+  const Slice mine_s(kOfKeys ? p.k : p.q, batch, head),
+      mine_dp(kOfKeys ? p.v : p.dout, batch, head);
   const Array &theirs_s = kOfKeys ? p.q : p.k, &theirs_dp = kOfKeys ? p.dout : p.v;
 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other

@@ -111,8 +111,8 @@ class Config:
 # 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
 # docs/kernels.md.
 _WIDE_16 = [
-    WideTiles(128, 128), WideTiles(64, 64), WideTiles(128, 128, whole=False),
-    WideTiles(64, 64, whole=False),
+    WideTiles(128, 64), WideTiles(64, 64), WideTiles(128, 64, whole=False),
+    WideTiles(64, 64, whole=False, chunk=256),
 ]  # fmt: skip
 _FORWARD_16: Table = {
     64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
@@ -165,44 +165,57 @@ _BACKWARD_16: Table = {
     ],
     1024: _WIDE_16,
 }  # fmt: skip
-# On CUDA cores a thread has resident / (4 warps) rows, as many as registers allow. A list's first
+# On CUDA cores a thread has resident * across / (4 warps) rows, as many as registers allow. A list's first
 # is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and 33 in
 # float64: H200, 16 heads, S = 4096 (2048 at 256), full.
 _SMALL = Tiles(64, 32, 4, slice=32, whole=False)
+_WIDE_32 = [
+    Tiles(64, 64, 8, across=2, slice=128, whole=False, chunk=512),
+    Tiles(64, 64, 8, across=2, whole=False, chunk=512),
+    _SMALL._replace(chunk=128),
+]
 _FORWARD_32 = {
     64: [Tiles(128, 64, 4), Tiles(128, 32, 4), _SMALL],  # 43; 41; (256, 64, 8) 44
     128: [Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 42; (128, 64, 8) 40
     256: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL],  # 38; 33
+    1024: [Tiles(64, 64, 8, across=2, slice=128, chunk=512), *_WIDE_32],
 }
 _BACKWARD_32 = {
     64: [Tiles(256, 32, 8), Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 37.8
     128: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL],  # 33.5
     256: [Tiles(64, 32, 4), Tiles(64, 32, 4, whole=False), _SMALL],  # 22.3
+    1024: _WIDE_32,
 }
 _SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
+_WIDE_64 = [Tiles(64, 32, 8, whole=False), _SMALL_64]
 _FORWARD_64 = {
     64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
     128: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 4), _SMALL_64],  # 19.7; 14.5
     256: [Tiles(64, 32, 8), Tiles(32, 32, 4, whole=False), _SMALL_64],  # 16.3
+    1024: _WIDE_64,
 }
 _BACKWARD_64 = {
     64: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL_64],  # 18.9
     128: [Tiles(64, 32, 8), _SMALL_64],
     256: [Tiles(64, 32, 8, whole=False), _SMALL_64],
+    1024: _WIDE_64,
 }
 
 # float64 on tensor cores, where they are twice as fast as CUDA cores: compute capability 8.0, which
 # has 163 KiB, and 9.0. A thread has resident * across / (8 warps) rows.
 MMA_CAPABILITIES = 80, 90
+_WIDE_MMA = Tiles(32, 64, 8, across=4, whole=False, mma=True, chunk=512)
 FORWARD_MMA = {
     64: [Tiles(128, 64, 8, mma=True)],
     128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
     256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
+    1024: [_WIDE_MMA._replace(slice=128), _WIDE_MMA],
 }
 BACKWARD_MMA = {
     64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
     128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],
     256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
+    1024: [_WIDE_MMA],
 }
 
 FORWARD = {
@@ -239,7 +252,8 @@ def forward_variant(problem: Problem, tiles: Portable | HopperTiles, vector: boo
     if isinstance(tiles, WideTiles):
         return _wide_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
-        macros = {"TRANSFORM": _transform(problem)}
+        chunk = _chunks(problem.dv, tiles)[0]
+        macros = {"TRANSFORM": _transform(problem), "CHUNK": chunk}
         maxima = tiles.across * tiles.resident
         return _simt_variant(
             "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), maxima
@@ -267,10 +281,13 @@ def backward_steps(
 
 
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    def width(parts):
+        return {1: problem.d, 2: problem.dv, 3: max(problem.d, problem.dv)}[parts]
+
     def step(entry, parts):
         kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
         stats = 2 * tiles.streamed  # lse and delta
-        macros = {"PARTS": parts}
+        macros = {"PARTS": parts, "CHUNK": _chunks(width(parts), tiles)[0]}
         return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros, kept, stats)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
@@ -279,7 +296,7 @@ def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
         (step("row_delta", parts[0]), -(-heads * problem.sq // 8)),
-        *((step("bwd_simt", part), blocks) for part in parts),
+        *((step("bwd_simt", n), blocks * _chunks(width(n), tiles)[1]) for n in parts),
     ]
 
 
@@ -817,7 +834,7 @@ def workspace(
         return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
-        return 0, turns, 0
+        return 0, turns * _chunks(problem.d, tiles)[1], 0
     return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns, 0
 
 

@@ -52,6 +52,7 @@ inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 
 inline int thread_again() { return threadIdx.x; }
+inline int again(int x) { return x; }
 inline unsigned shared_address(const void* p) { return static_cast<const char*>(p) - memory; }
 template <class T>
 T& shared(unsigned address) {

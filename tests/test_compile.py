@@ -31,6 +31,8 @@ SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
     "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
 }  # fmt: skip
+#: The same beside 512 columns of a result, which are half of all registers.
+WIDE_SPILLS = {"bwd_simt": 48, "wide_sm80": 20}
 HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 
 
@@ -108,7 +110,8 @@ def test_every_row_compiles_within_its_budget(arch):
         results = list(pool.map(lambda v: report(v, arch), variants))
     for variant, (registers, spilled, warnings, assembled) in zip(variants, results, strict=True):
         assert registers * variant.threads <= 65536, variant
-        assert spilled <= SPILLS[variant.entry], variant
+        wide = max(dict(variant.macros)[width] for width in ("HEAD_DIM", "VALUE_DIM")) > 256
+        assert spilled <= (WIDE_SPILLS if wide else SPILLS).get(variant.entry, 0), variant
         assert not warnings, (variant, warnings)
         # Products are waited for in batches: ptxas may serialise them without a warning.
         products, waits = map(assembled.count, ("HGMMA", "WARPGROUP.DEPBAR"))
@@ -117,9 +120,9 @@ def test_every_row_compiles_within_its_budget(arch):
 
 @pytest.mark.parametrize("dtype", cuda_backend.FORWARD)
 @pytest.mark.parametrize(("capability", "limit"), [(75, 64), (80, 163), (86, 99), (90, 227)])
-@pytest.mark.parametrize("d", [1, 32, 64, 65, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("d", [1, 32, 64, 65, 128, 160, 192, 224, 256, 264, 512, 784, 1024])
 def test_every_device_and_width_has_tiles(d, capability, limit, dtype):
-    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, 257 - d, 1.0)
+    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, max(257 - d, 16), 1.0)
     config = cuda_backend.config_for(p, capability, limit * KIB)
     steps = cuda_backend.backward_steps(p, config.backward, True)
     for variant in (cuda_backend.forward_variant(p, config.forward, True), *(v for v, _ in steps)):
