@@ -27,7 +27,7 @@ static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_ba
 
 // dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
 // columns. On tensor cores the larger part of a warp saves reads from shared memory.
-constexpr int kQueryWarps = kWide ? 4 : WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
+constexpr int kQueryWarps = kWide && WARPS > 2 ? 4 : WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
 constexpr int kQueries = STREAMED / (kLanesY * kQueryWarps);
 constexpr int kDqSlices = MMA && WHOLE && kColumnWarps % kHead == 0 ? kHead : 1;
 constexpr int kColumns = kDqSlices * SLICE / (kLanesX * kColumnWarps);

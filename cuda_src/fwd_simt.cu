@@ -72,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
   Memory& shared = *reinterpret_cast<Memory*>(memory);
   const int tiles = (p.sq + kRows - 1) / kRows;
   // Of all heads the last queries first: under a causal mask they take longest.
-  const int index = blockIdx.x / (p.heads * p.batch), q0 = (tiles - 1 - index / kChunks) * kRows;
+  const unsigned index = blockIdx.x / (p.heads * p.batch);
+  const int q0 = (tiles - 1 - index / kChunks) * kRows;
   const int slice0 = index % kChunks * kKept;
   const int head = blockIdx.x % p.heads, batch = blockIdx.x / p.heads % p.batch;
   const Matrix q(p.q, batch, head), out(p.out, batch, head);

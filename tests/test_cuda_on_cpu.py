@@ -145,14 +145,18 @@ CASES = [
           layout="contiguous", window=(90, None)), Tiles(64, 32, 4, 3, 2)),
     (case(17, 140, d=32, dv=32, batch=2, heads=17, heads_kv=17, dtype="float16", window=(5, 3),
           layout="contiguous"), Tiles(64, 32, 4)),
-    (case(70, 130, d=264, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", causal=True),
-     WideTiles(64, 64, chunk=128)),
-    (case(90, 150, d=136, dv=264, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
-          layout="contiguous", softcap=2.0, window=(40, 3)), WideTiles(128, 128, whole=False)),
-    (case(66, 40, d=64, dv=512, batch=1, heads=2, heads_kv=2, dtype="bfloat16", layout="bshd",
+    (case(20, 70, d=264, dv=40, batch=1, heads=1, heads_kv=1, dtype="float16", causal=True),
+     WideTiles(64, 64, chunk=192)),
+    (case(30, 40, d=72, dv=264, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
+          layout="contiguous", softcap=2.0, window=(20, 3)), WideTiles(64, 128, whole=False)),
+    (case(66, 40, d=64, dv=512, batch=1, heads=1, heads_kv=1, dtype="bfloat16", layout="bshd",
           causal="top_left", scale=-0.4), WideTiles(64, 64, whole=False, chunk=256)),
-    (case(9, 3, d=784, dv=72, batch=1, heads=1, heads_kv=1, dtype="float16", causal=True,
-          layout="contiguous"), WideTiles(64, 128)),
+    (case(37, 25, d=264, dv=40, batch=1, heads=2, heads_kv=1, causal=True),
+     Tiles(32, 32, 2, slice=32, whole=False, chunk=160)),
+    (case(40, 66, d=40, dv=300, batch=1, heads=1, heads_kv=1, layout="contiguous",
+          window=(30, 5)), Tiles(32, 64, 4, across=2, whole=False, chunk=192)),
+    (case(15, 30, d=300, dv=264, batch=1, heads=1, heads_kv=1, dtype="float64", softcap=2.0),
+     Tiles(16, 32, 2, slice=32, whole=False, chunk=160)),
 ]  # fmt: skip
 
 
@@ -191,6 +195,9 @@ MMA_CASES = [
     (case(9, 3, d=8, dv=8, batch=1, heads=1, heads_kv=1, dtype="float64", causal=True), _MMA, _MMA),
     (case(50, 130, d=20, dv=60, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
           scale=3.0, layout="contiguous"), Tiles(16, 32, 2, across=2, slice=64, mma=True), _MMA),
+    (case(20, 70, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64", causal=True),
+     Tiles(32, 64, 4, across=2, slice=32, whole=False, mma=True, chunk=160),
+     Tiles(32, 64, 4, across=2, slice=64, whole=False, mma=True, chunk=192)),
 ]  # fmt: skip
 
 
