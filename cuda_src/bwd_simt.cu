@@ -2,7 +2,8 @@
 // accuracy.
 //
 //   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and dQ = 0
-//   bwd_simt   a block per tile of keys of a key/value head, and CHUNK columns of the result. dK and dV stay in registers, queries
+//   bwd_simt   a block per tile of keys of a key/value head, and CHUNK columns of the result. dK
+//   and dV stay in registers, queries
 //              stream past, and what they get from these keys is added to dQ in memory
 //
 // All blocks of a head add to the same dQ. They take turns, in the order of their keys, so that
@@ -27,7 +28,10 @@ static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_ba
 
 // dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
 // columns. On tensor cores the larger part of a warp saves reads from shared memory.
-constexpr int kQueryWarps = kWide && WARPS > 2 ? 4 : WARPS > 1 ? 2 : 1, kColumnWarps = WARPS / kQueryWarps;
+constexpr int kQueryWarps = kWide && WARPS > 2 ? 4
+                            : WARPS > 1        ? 2
+                                               : 1,
+              kColumnWarps = WARPS / kQueryWarps;
 constexpr int kQueries = STREAMED / (kLanesY * kQueryWarps);
 constexpr int kDqSlices = MMA && WHOLE && kColumnWarps % kHead == 0 ? kHead : 1;
 constexpr int kColumns = kDqSlices * SLICE / (kLanesX * kColumnWarps);
@@ -220,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
         fetch_q(turn ^ 1, at, n + 1, true);
       else
         fetch_dout(turn ^ 1, at, PARTS == 2 ? slice0 : 0, PARTS == 1);
-      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
-                 min(p.d - n * SLICE, SLICE));
+      accumulate_scores(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                        min(p.d - n * SLICE, SLICE));
     }
 #pragma unroll
     for (int i = 0; i < kM; ++i)
@@ -261,8 +265,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
           fetch_dout(turn ^ 1, at, n + 1, true);
         else
           fetch_q(turn ^ 1, at, slice0, false);
-        accumulate(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
-                   min(p.v_width - n * SLICE, SLICE));
+        accumulate_scores(ds, shared.mine[WHOLE ? kHead + n : turn], shared.theirs[turn].turned,
+                          min(p.v_width - n * SLICE, SLICE));
       }
 #pragma unroll
       for (int i = 0; i < kM; ++i)

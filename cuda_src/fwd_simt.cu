@@ -1,11 +1,11 @@
 // Forward for float32 and float64 on CUDA cores, and float64 on tensor cores, at those dtypes'
 // accuracy.
 //
-// Grid: one block per (query tile, CHUNK columns of out, head, batch entry), all on x. simt.cuh says how tiles are held.
-// Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, STREAMED, ROWS_PER_THREAD, WARPS,
-// ACROSS, MMA, WHOLE, CHUNK, SOFTCAP, TRANSFORM (1: with a softcap, or a scale that is not positive),
-// VECTOR (1: rows of 16-byte aligned groups; 0: any strides). Source: Dao 2023, arXiv:2307.08691,
-// algorithm 1.
+// Grid: one block per (query tile, CHUNK columns of out, head, batch entry), all on x. simt.cuh
+// says how tiles are held. Options: REAL (float | double), HEAD_DIM, VALUE_DIM, SLICE, STREAMED,
+// ROWS_PER_THREAD, WARPS, ACROSS, MMA, WHOLE, CHUNK, SOFTCAP, TRANSFORM (1: with a softcap, or a
+// scale that is not positive), VECTOR (1: rows of 16-byte aligned groups; 0: any strides). Source:
+// Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "simt.cuh"
 
 constexpr int kKept = kept(kValue), kChunks = chunks(kValue);
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_keys(turn ^ 1, k0, n + 1);
       else
         fetch_values(turn ^ 1, k0, 0);
-      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
-                 min(p.d - n * SLICE, SLICE));
+      accumulate_scores(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                        min(p.d - n * SLICE, SLICE));
     }
     if (TRANSFORM) {
 #pragma unroll

@@ -187,7 +187,7 @@ _BACKWARD_32 = {
     1024: _WIDE_32,
 }
 _SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
-_WIDE_64 = [Tiles(64, 32, 8, whole=False), _SMALL_64]
+_WIDE_64 = [Tiles(64, 32, 8, whole=False), _SMALL_64._replace(chunk=128)]
 _FORWARD_64 = {
     64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
     128: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 4), _SMALL_64],  # 19.7; 14.5
@@ -570,7 +570,12 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     forward_table, backward_table = tables(problem.dtype, capability)
     backward = first(backward_table, backward_bytes, shared_limit)
     table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
-    if capability == 90 and problem.dtype == "float32" and not problem.softcap and width <= max(table):
+    if (
+        capability == 90
+        and problem.dtype == "float32"
+        and not problem.softcap
+        and width <= max(table)
+    ):
         return Config(table[next(w for w in table if w >= width)], backward)
     return Config(first(forward_table, forward_bytes, forward_limit), backward)
 

@@ -132,6 +132,15 @@ WIDTHS = [
     )
 ]  # fmt: skip
 
+#: Widths beyond what a block of the CUDA kernels makes of a result: beyond 256, and beyond 512.
+WIDE = [
+    case(150, 90, d=d, dv=dv, batch=1, heads=2, heads_kv=1, dtype=dtype,
+         layout=("poisoned", "contiguous", "bshd")[(i + j) % 3], **OPTIONS[(2 * i + j) % 8])
+    for i, (d, dv) in enumerate([(264, 300), (512, 512), (1024, 1024), (784, 40), (512, 64),
+                                 (64, 512)])
+    for j, dtype in enumerate(DTYPES)
+]  # fmt: skip
+
 GROUPS = [
     case(5, 35, d=64, dv=56, heads=9, heads_kv=3),
     case(1, 300, d=32, dv=48, heads=12, heads_kv=2, causal=True),
@@ -150,7 +159,7 @@ EXTREMES = [
     case(60, 90, dtype=dtype, magnitude=30, causal=True, note="logits near 1e4") for dtype in DTYPES
 ] + [case(70, 130, dtype=dtype, scale=30.0, note="one key takes all") for dtype in DTYPES]
 
-ALL = SMALL + LENGTHS + GRID + WIDTHS + GROUPS + LAYOUTS + EXTREMES
+ALL = SMALL + LENGTHS + GRID + WIDTHS + WIDE + GROUPS + LAYOUTS + EXTREMES
 
 
 def laid_out(xp: Any, values: np.ndarray, layout: str) -> Any:

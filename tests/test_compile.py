@@ -32,7 +32,7 @@ SPILLS = {
     "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
 }  # fmt: skip
 #: The same beside 512 columns of a result, which are half of all registers.
-WIDE_SPILLS = {"bwd_simt": 48, "wide_sm80": 20}
+WIDE_SPILLS = {"bwd_simt": 56, "wide_sm80": 20}
 HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 
 
@@ -45,10 +45,15 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     def problem(width, softcap=None):
         return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0, softcap=softcap)
 
+    def with_widths(table):
+        for row, candidates in table.items():
+            for width in (512, 1024) if row == 1024 else (row,):
+                for tiles in candidates:
+                    yield width, tiles
+
     forward = [
         cuda_backend.forward_variant(problem(width), tiles, True)
-        for width, candidates in forward_table.items()
-        for tiles in candidates
+        for width, tiles in with_widths(forward_table)
     ]
     if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
         forward += [
@@ -65,8 +70,7 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
                     forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
     backward = [
         [variant for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]]
-        for width, candidates in backward_table.items()
-        for tiles in candidates
+        for width, tiles in with_widths(backward_table)
     ]
     if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
         backward += [
@@ -130,9 +134,10 @@ def test_every_device_and_width_has_tiles(d, capability, limit, dtype):
 
 
 @pytest.mark.parametrize("dtype", cuda_backend.FORWARD)
-def test_other_variants_compile(dtype):
+@pytest.mark.parametrize(("d", "dv"), [(72, 40), (264, 40)])
+def test_other_variants_compile(d, dv, dtype):
     # No 16-byte copies, a softcap, unequal widths, not a multiple of 64.
-    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, 72, 40, 1.0, softcap=2.0)
+    p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, dv, 1.0, softcap=2.0)
     config = cuda_backend.config_for(p, 90, 227 * KIB)
     steps = cuda_backend.backward_steps(p, config.backward, False)
     for variant in (cuda_backend.forward_variant(p, config.forward, False), *(v for v, _ in steps)):
