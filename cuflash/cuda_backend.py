@@ -106,14 +106,15 @@ class Config:
     backward: Portable | OnHopper
 
 
-# By dtype, then by the larger of the two widths: candidates, the first that fits the device is
-# taken. The last of a row fits 64 KiB (forward 48), so every GPU. TFLOP/s: bfloat16 on an H200,
-# 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
-# docs/kernels.md.
+# Beyond a width of 256, float16 and bfloat16.
 _WIDE_16 = [
     WideTiles(128, 64), WideTiles(64, 64), WideTiles(128, 64, whole=False),
     WideTiles(64, 64, whole=False, chunk=256),
 ]  # fmt: skip
+# By dtype, then by the larger of the two widths: candidates, the first that fits the device is
+# taken. The last of a row fits 64 KiB (forward 48), so every GPU. TFLOP/s: bfloat16 on an H200,
+# 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
+# docs/kernels.md.
 _FORWARD_16: Table = {
     64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
@@ -165,9 +166,9 @@ _BACKWARD_16: Table = {
     ],
     1024: _WIDE_16,
 }  # fmt: skip
-# On CUDA cores a thread has resident * across / (4 warps) rows, as many as registers allow. A list's first
-# is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and 33 in
-# float64: H200, 16 heads, S = 4096 (2048 at 256), full.
+# On CUDA cores a thread has resident * across / (4 warps) rows, as many as registers allow. A
+# list's first is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and
+# 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
 _SMALL = Tiles(64, 32, 4, slice=32, whole=False)
 _WIDE_32 = [
     Tiles(64, 64, 8, across=2, slice=128, whole=False, chunk=512),
