@@ -563,20 +563,16 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     def backward_bytes(tiles):
         return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
-    if capability == 90 and problem.dtype in ELEMENTS and width <= max(FORWARD_HOPPER):
+    on_hopper = capability == 90 and width <= max(FORWARD_HOPPER)
+    if on_hopper and problem.dtype in ELEMENTS:
         row = next(w for w in FORWARD_HOPPER if w >= width)
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     backward = first(backward_table, backward_bytes, shared_limit)
-    table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
-    if (
-        capability == 90
-        and problem.dtype == "float32"
-        and not problem.softcap
-        and width <= max(table)
-    ):
+    if on_hopper and problem.dtype == "float32" and not problem.softcap:
+        table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
         return Config(table[next(w for w in table if w >= width)], backward)
     return Config(first(forward_table, forward_bytes, forward_limit), backward)
 
