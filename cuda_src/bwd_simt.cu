@@ -3,12 +3,13 @@
 //
 //   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and dQ = 0
 //   bwd_simt   a block per tile of keys of a key/value head, and CHUNK columns of the result. dK
-//   and dV stay in registers, queries
-//              stream past, and what they get from these keys is added to dQ in memory
+//              and dV stay in registers, queries stream past, and what they get from these keys is
+//              added to dQ in memory
 //
 // All blocks of a head add to the same dQ. They take turns, in the order of their keys, so that
 // results repeat bit for bit: a turn is a tile of queries, and a counter for each turn and warp
-// (the same warp has the same part of dQ in every block) says how many blocks have added. A block
+// (the same warp has the same part of dQ in every block; chunks of dK have their own columns, and
+// their own counters) says how many blocks have added. A block
 // waits only for blocks with smaller indices; GPUs start blocks in the order of their indices,
 // though CUDA does not promise it, so those have started.
 // Options: as fwd_simt.cu; PARTS: dK and dQ (1), dV (2).

@@ -33,8 +33,7 @@ constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
 // blocks of others. Slices of it, and blocks:
 DEVICE constexpr int kept(int slices) { return slices * SLICE < CHUNK ? slices : CHUNK / SLICE; }
 DEVICE constexpr int chunks(int slices) { return (slices + kept(slices) - 1) / kept(slices); }
-// Beside 512 columns addresses are worked out when needed: kept in registers, up to 240 bytes
-// spill.
+// Beside that, addresses are worked out when needed: kept in registers, up to 240 bytes spilled.
 constexpr bool kWide = HEAD_DIM > 256 || VALUE_DIM > 256;
 static_assert(kM % kVector == 0 && kS % kColumnGroup == 0 && kO % kColumnGroup == 0, "groups");
 static_assert(!MMA || sizeof(Real) == 8, "not on these cores");
