@@ -117,6 +117,23 @@ def test_a_head_has_the_same_bits_whatever_else_is_computed(scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_a_block_repeat_bitwise(causal, d, dtype):
+    # One tile's results are written, and the next one's operands copied, while the last products
+    # run; 288 tiles are more than there are multiprocessors.
+    import cupy
+
+    run = Run(case(1500, 1500, d=d, dv=d, batch=1, heads=24, heads_kv=24, dtype=dtype,
+                   layout="contiguous", causal=causal), cupy)  # fmt: skip
+    first, first_lse = run.forward(backend="cuda")
+    run.check_forward(first, first_lse)
+    for _ in range(10):
+        out, lse = run.forward(backend="cuda")
+        assert bool((out == first).all() and (lse == first_lse).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 15, 63, 64, 65, 127, 129, 193, 1025])
 def test_lengths_around_tiles_repeat_bitwise(n, dtype, tiles_for):
     import cupy
