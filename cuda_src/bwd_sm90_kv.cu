@@ -116,7 +116,6 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive((kFirst ? p_full : p_empty) + 8 * (i % P_STAGES));
-    b_ring.release(i);
   };
 
   if (total > 0) {
@@ -128,6 +127,7 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     for (int i = 1; i < total; ++i) {
       work.step(q0, q_head);
       accumulate(i - 1);
+      b_ring.release(i - 1);  // its numbers have been loaded: they are in what is multiplied now
       multiply_ab(i);
       wgmma_wait<1>();
       c_ring.release(i - 1);  // early: what is copied there next is needed in the next turn

@@ -155,7 +155,8 @@ struct Ring {
   DEVICE void wait(int i) const {
     barrier_wait(shared_address(&full[i % kStages]), i / kStages % 2);
   }
-  DEVICE void release(int i) const {  // by each warp
+  // By each warp, when the numbers have been used: an arrival may overtake loads under way.
+  DEVICE void release(int i) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&empty[i % kStages]));
   }
   DEVICE unsigned tile(int i) const { return shared_address(&tiles[i % kStages]); }
