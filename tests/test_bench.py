@@ -83,6 +83,20 @@ def test_precision_end_to_end(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
+def test_counters_are_read_from_csv(bench):
+    from bench.counters import parsed
+
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    rows = [(0, "row_delta", "a.sum", "1,234"), (0, "row_delta", "b.avg", "5.5"),
+            (1, "bwd_sm90(Params)", "a.sum", "7")]  # fmt: skip
+    lines = [f'"{i}","{kernel}","{metric}","","{value}"' for i, kernel, metric, value in rows]
+    text = "\n".join(["==PROF== Connected", head, *lines])
+    assert parsed(text) == {
+        "1. row_delta": {"a.sum": 1234, "b.avg": 5.5},
+        "2. bwd_sm90": {"a.sum": 7},
+    }
+
+
 def test_only_right_results_are_timed(bench):
     from bench.contenders import Contender, Refused
 
