@@ -31,6 +31,7 @@ from .measure import Cpu, Gpu
 MODES: dict[str, tuple[str, dict[str, str]]] = {
     "float64": ("float64", {}),
     "float32": ("float32", {}),
+    "float32, ieee": ("float32", {"precision": "ieee"}),
     "float32, tf32": ("float32", {"precision": "tf32"}),
     "float16": ("float16", {}),
     "bfloat16": ("bfloat16", {}),
@@ -60,7 +61,7 @@ def errors(xp: Any, mode: str, d: int, keys: int, scale: float, seed: int) -> di
     else:
         exact = [_host(x) for x in formula("float64", *inputs)]
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
-    grads = flash_attention_grad(dout, q, k, v, out, lse)
+    grads = flash_attention_grad(dout, q, k, v, out, lse, **options)
 
     def off(results: list[Any]) -> list[float]:
         pairs = zip(results, exact, strict=True)

@@ -488,8 +488,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         return Config(forward[row], BACKWARD_HOPPER[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     backward = first(backward_table, backward_bytes, shared_limit)
-    if capability == 90 and problem.dtype == "float32" and not problem.softcap:
-        table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
+    split = problem.dtype == "float32" and problem.precision != "ieee" and not problem.softcap
+    if capability == 90 and split:
+        table = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
         return Config(table[next(w for w in table if w >= width)], backward)
     return Config(first(forward_table, forward_bytes, forward_limit), backward)
 
