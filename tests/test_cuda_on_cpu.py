@@ -19,6 +19,7 @@ from cases import Run, case, close, dtype_of, eps, normal, peak
 
 from cuflash import _compile, api, attention_reference, cuda_backend
 from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, HopperTwoPass, Tiles
+from cuflash.problem import Problem
 
 HERE = Path(__file__).parent
 
@@ -344,6 +345,15 @@ def test_tf32_on_hopper(hopper):
     total = p.sum(-1, keepdims=True)
     close("out", out, want, to_11_bits(p) @ to_11_bits(v) / total, rounding=0)
     close("lse", lse, want_lse, (top + np.log(total))[..., 0], rounding=0)
+
+
+def test_precision_chooses_the_kernel():
+    def forward_tiles(precision):
+        problem = Problem("cuda", "float32", 1, 1, 1, 9, 9, 64, 64, 1.0, precision=precision)
+        return cuda_backend.config_for(problem, 90, 227 * 1024).forward
+
+    assert isinstance(forward_tiles("ieee"), Tiles)
+    assert [forward_tiles(p).parts for p in ("float32", "tf32")] == [2, 1]
 
 
 HOPPER_BACKWARD_CASES = [
