@@ -200,8 +200,18 @@ def backward(backend, problem, tiles, run, out, lse):
     if turns.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
-    backend._launch(plan, pointers, rows, backend.backward_mapped(pointers))
+    mapped = backend.backward_mapped(pointers)
+    if isinstance(tiles, HopperTwoPass) and tiles.parts:
+        memory, split = split_memory(backend, problem, tiles)
+        rows, mapped = rows + split, split[4:]
+    backend._launch(plan, pointers, rows, mapped)
     return dq, dk, dv
+
+
+def split_memory(backend, problem, tiles):
+    """Memory full of NaN for what split.cu writes, and pointers into it."""
+    memory = np.full(backend.split_bytes(problem, tiles), 255, np.uint8)
+    return memory, backend.split_pointers(problem, tiles, memory.ctypes.data)
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -248,18 +258,12 @@ def hopper(on_cpu):
         counter = np.zeros(1, np.int32)
         rows = [lse.ctypes.data, 0, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        operands, parts = [q, k, v, out], ()
+        pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
+        plan, mapped = on_cpu._forward_plan(0, problem, tiles, *layout), pointers
         if tiles.parts:
-            nbytes, offsets, parts = on_cpu.split_memory(problem, tiles)
-            memory = np.full(nbytes, 255, np.uint8)  # NaN
-            starts = [memory.ctypes.data + offset for offset in offsets]
-            operands += [q]
-        pointers, (strides, aligned) = on_cpu._described([Device(x) for x in operands])
-        plan = on_cpu._forward_plan(0, problem, tiles, strides + parts, aligned)
-        if tiles.parts:
-            on_cpu._launch(plan, pointers + starts[:3], rows + starts[3:], starts[:3])
-        else:
-            on_cpu._launch(plan, pointers, rows, pointers)
+            memory, split = split_memory(on_cpu, problem, tiles)
+            rows, mapped = rows + split, split[4:7]
+        on_cpu._launch(plan, pointers, rows, mapped)
         return out, lse
 
     return forward
@@ -365,6 +369,14 @@ HOPPER_BACKWARD_CASES = [
           softcap=2.0, window=(60, 9)), HopperTwoPass(80, 64, 1)),
     (case(140, 70, d=24, dv=40, batch=2, heads=2, heads_kv=1, dtype="bfloat16",
           layout="contiguous", window=(5, None), scale=-0.4), HopperTwoPass(32, 32)),
+    (case(150, 100, d=24, dv=40, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTwoPass(64, 32, 1, parts=2)),
+    (case(90, 140, d=72, dv=128, batch=1, heads=1, heads_kv=1, layout="contiguous", window=(60, 9)),
+     HopperTwoPass(32, 48, 2, parts=2)),
+    (case(140, 70, d=64, dv=32, batch=2, heads=2, heads_kv=1, layout="bshd", scale=-0.4,
+          window=(5, None)), HopperTwoPass(128, 64, 1, parts=2)),
+    (case(70, 90, d=40, dv=8, batch=1, heads=1, heads_kv=1, layout="negative", scale=20.0),
+     HopperTwoPass(48, 16, parts=2)),
 ]  # fmt: skip
 
 
