@@ -1,6 +1,6 @@
 """How far float32 attention is off when its products are made of 16-bit ones on tensor cores.
 
-    python bench/float32_split.py [--keys 512 4096] [--width 64] [--scale 1 30 1000]
+    python bench/float32_split.py [--keys 512 4096] [--width 64] [--scale 1 30 1000] [--backward]
 
 NumPy only. Tensor cores are modelled as they have been found to add (Fasi et al. 2021, PeerJ
 Comput. Sci. 7:e330, for V100 and A100; Hopper keeps one bit more): of 16 products and the
@@ -111,6 +111,78 @@ def attention(q, k, v, rounded, orders, block, outside=True):
     return out / total
 
 
+def gradients(q, k, v, dout, out, lse, rounded, orders, block, corrected=True):
+    """The two backward passes: dq, dk and dv."""
+    parts, scale = max(map(max, orders)) + 1, np.float32(q.shape[1] ** -0.5)
+    split_rows = [split(x, rounded, parts, 1) for x in (q, k, v, dout)]
+    delta = (dout * out).sum(1, keepdims=True)
+    dq, dk, dv = (np.zeros(x.shape, "f4") for x in (q, k, v))
+
+    def summed(left, right):  # a sum over rows of `right`
+        left_parts, factor = split(left, rounded, parts, 1)
+        return product(left_parts, [np.ascontiguousarray(x.T) for x in right], orders) * factor
+
+    def scores(rows, keys):  # less lse
+        s = product(
+            *([x[i] for x in p[0]] for p, i in zip(split_rows[:2], (rows, keys), strict=True)),
+            orders,
+        )
+        return s * split_rows[0][1][rows] * (split_rows[1][1][keys].T * scale) - lse[rows]
+
+    log2e = np.float32(np.log2(np.e))
+    excess = np.zeros_like(lse)  # what lse is off by
+    if corrected:
+        for rows in blocks(len(q), block):
+            for keys in blocks(len(k), block):
+                excess[rows] += np.exp2(scores(rows, keys) * log2e).sum(1, keepdims=True)
+        excess = np.log(excess)
+    for rows in blocks(len(q), block):
+        for keys in blocks(len(k), block):
+            (qs, of_q), (dos, of_do) = (([x[rows] for x in p], f[rows]) for p, f in split_rows[::3])
+            (ks, of_k), (vs, of_v) = (([x[keys] for x in p], f[keys]) for p, f in split_rows[1:3])
+            p = np.exp2((scores(rows, keys) - excess[rows]) * log2e)
+            ds = p * (product(dos, vs, orders) * of_do * of_v.T - delta[rows])
+            dv[keys] += summed((p * of_do).T, dos)
+            dk[keys] += summed((ds * of_q).T, qs)
+            dq[rows] += summed(ds * of_k.T, ks)
+    return dq * scale, dk * scale, dv
+
+
+def blocks(length, size):
+    return [slice(i, i + size) for i in range(0, length, size)]
+
+
+def materialised_gradients(q, k, v, dout):
+    scale = q.dtype.type(q.shape[1] ** -0.5)
+    s = q @ k.T * scale
+    p = np.exp(s - s.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    ds = p * (dout @ v.T - (dout * (p @ v)).sum(1, keepdims=True))
+    return ds @ k * scale, ds.T @ q * scale, p.T @ dout
+
+
+def compare_gradients(q, k, v, dout, schemes):
+    wide = [x.astype("f8") for x in (q, k, v, dout)]
+    right = materialised_gradients(*wide)
+    s = wide[0] @ wide[1].T * q.shape[1] ** -0.5
+    top = s.max(1, keepdims=True)
+    lse = (top + np.log(np.exp(s - top).sum(1, keepdims=True))).astype("f4")
+    out = materialised(*wide[:3]).astype("f4")
+
+    def errors(grads):
+        pairs = [x - y for x, y in zip(grads, right, strict=True)]
+        return [(np.abs(x).max(), np.sqrt(np.square(x).mean())) for x in pairs]
+
+    plain = errors(materialised_gradients(q, k, v, dout))
+    for name in schemes:
+        for corrected in (False, True):
+            found = errors(gradients(q, k, v, dout, out, lse, *SCHEMES[name], 64, corrected))
+            ratios = [
+                f"{a / c:.2f} ({b / d:.2f})" for (a, b), (c, d) in zip(found, plain, strict=True)
+            ]
+            print(f"  {name} {corrected} dq {ratios[0]} dk {ratios[1]} dv {ratios[2]}", flush=True)
+
+
 def materialised(q, k, v):
     s = q @ k.T * q.dtype.type(q.shape[1] ** -0.5)
     p = np.exp(s - s.max(1, keepdims=True))
@@ -124,6 +196,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, nargs="+", default=[1, 30, 1000])
     parser.add_argument("--queries", type=int, default=16)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--backward", action="store_true")
     parser.add_argument("--inside", action="store_true", help="sums of P V in tensor cores alone")
     options = parser.parse_args()
     print("largest (and root mean square) error, in those of the materialised float32 formula")
@@ -134,6 +207,11 @@ def main() -> None:
                 q, k, v = (rng.standard_normal((n, width)) for n in (options.queries, keys, keys))
                 q = q * scale
                 q, k, v = (x.astype("f4") for x in (q, k, v))
+                if options.backward:
+                    print(f"d={width} keys={keys} scale={scale:g}")
+                    dout = rng.standard_normal((len(q), width)).astype("f4")
+                    compare_gradients(q, k, v, dout, options.schemes)
+                    continue
                 right = materialised(*(x.astype("f8") for x in (q, k, v)))
 
                 def errors(x, right=right):

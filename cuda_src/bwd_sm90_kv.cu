@@ -21,7 +21,9 @@
 // With SPLIT arrays are float32, of which split.cu has made float16 numbers, as for fwd_sm90.cu.
 // Powers of two are those of rows; a row of P or dS, times those of the queries it is multiplied
 // with, is brought into float16's range by one for each tile. Sums over queries would be cut, not
-// rounded: the product of a tile begins with 0, and is added to dV or dK on CUDA cores.
+// rounded: the product of a tile begins with 0, and is added to dV or dK on CUDA cores. lse is off
+// by what float32 leaves of it, and so are all P of a row by the same factor: bwd_sm90_q, which
+// comes before, has its inverse, as it finds it in the same S, bit for bit.
 //
 // Options: as bwd_sm90.cu, but for those about dS and dQ; SPLIT as in fwd_sm90.cu; P_STAGES
 // (buffers for P); STATS_KEYS (rows of a head in k_factors and v_factors are filled up to a
@@ -45,8 +47,9 @@ using KTile = Tile<BLOCK_K, kParts * 64 * slabs(HEAD_DIM), kComputing>;
 using VTile = Tile<BLOCK_K, kParts * 64 * slabs(VALUE_DIM), kComputing>;
 using QTile = Tile<BLOCK_Q, kParts * 64 * slabs(HEAD_DIM), kComputing>;
 using OTile = Tile<BLOCK_Q, kParts * 64 * slabs(VALUE_DIM), kComputing>;
-using QRing = Ring<QTile, SPLIT != 0>;
-using ORing = Ring<OTile, SPLIT != 0>;
+// Numbers of a row: lse or delta; with SPLIT, the factor too, and with lse the weight.
+using QRing = Ring<QTile, SPLIT ? 3 : 1>;
+using ORing = Ring<OTile, SPLIT ? 2 : 1>;
 using Work = KeyWork<BLOCK_K, BLOCK_Q>;
 
 struct Shared {
@@ -66,10 +69,12 @@ struct TensorMaps {
 
 // What one of the two computing warpgroups does: of keys A and the ring B it makes the first
 // product, of that and the ring C the sum.
-template <bool kFirst, int kWidth, class ATile, class BTile, class CTile>
+template <bool kFirst, int kWidth, class ATile, class BRing, class CRing>
 DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a_full,
-                    const Ring<BTile, SPLIT != 0>& b_ring, const Ring<CTile, SPLIT != 0>& c_ring,
-                    const Array& to, float factor, int width, const float* row_factors) {
+                    const BRing& b_ring, const CRing& c_ring, const Array& to, float factor,
+                    int width, const float* row_factors) {
+  using BTile = typename BRing::Tile;
+  using CTile = typename CRing::Tile;
   constexpr int kDepth = kFirst ? HEAD_DIM : VALUE_DIM;
   const Work& work = shared.work;  // there, and not in registers
   const Scores scores(p.scale, p.softcap);
@@ -82,7 +87,7 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
   float of_row[2] = {}, undo[2];   // with SPLIT, factors of rows of A, and of what is rounded
   auto multiply_ab = [&](int i) {  // start A B^T
     b_ring.wait(i);
-    multiply_transposed<ATile, BTile, kDepth, kParts>(x[0], a_tile, b_ring.tile(i));
+    multiply_transposed<ATile, BTile, kDepth, kParts, true>(x[0], a_tile, b_ring.tile(i));
   };
   auto accumulate = [&](int i) {
     c_ring.wait(i);
@@ -113,7 +118,7 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     if constexpr (SPLIT) {  // S - lse, or dP - delta
 #pragma unroll
       for (int n = 0; n < BLOCK_Q / 8; ++n) {
-        const float2 number = b_ring.pair(i, n), of_column = b_ring.factors(i, n);
+        const float2 number = b_ring.pair(i, n), of_column = b_ring.pair(i, n, 1);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& y = x[0][n][e];
@@ -133,7 +138,8 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     }
 #pragma unroll
     for (int n = 0; n < BLOCK_Q / 8; ++n) {
-      const float2 number = SPLIT ? c_ring.factors(i, n) : b_ring.pair(i, n);
+      const float2 number = SPLIT ? c_ring.pair(i, n, 1) : b_ring.pair(i, n);
+      const float2 weight = SPLIT && kFirst ? b_ring.pair(i, n, 2) : float2{1, 1};
       const unsigned at = p_tile + n * 128 * 16;
       float other[4];
       if constexpr (!kFirst) load_shared16(other, at);
@@ -142,8 +148,10 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
         const float of_column = e % 2 ? number.y : number.x;
         float& y = x[0][n][e];
         if constexpr (SPLIT) {
-          y = kFirst ? exp2_approx(y * kLog2e) : other[e] * y;
-          if constexpr (kFirst) other[e] = y;
+          if constexpr (kFirst)
+            other[e] = exp2_approx(y * kLog2e) * (e % 2 ? weight.y : weight.x), y = other[e];
+          else
+            y *= other[e];
           y *= finite(of_column);
         } else if constexpr (kFirst) {
           const float slope = fmaxf(scores.slope(y), 0.0f);  // -inf where masked
@@ -237,10 +245,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x > kComputing || work.total == 0) return;
     load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
     int q_head = work.head * p.group, q0 = work.q_last;
+    auto copy_q = [&](int i) {
+#if SPLIT
+      shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2, p.q_factors, p.weights);
+#else
+      shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2);
+#endif
+    };
+    auto copy_dout = [&](int i) {
+#if SPLIT
+      shared.dout.copy(i, maps.dout, p, q0, q_head, work.batch, p.delta, p.dout_factors);
+#else
+      shared.dout.copy(i, maps.dout, p, q0, q_head, work.batch, p.delta);
+#endif
+    };
     for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
-      shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch, p.q_factors);
+      copy_q(i);
       if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
-      shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch, p.dout_factors);
+      copy_dout(i);
     }
   }
 }

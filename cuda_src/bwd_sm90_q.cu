@@ -138,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Of this thread's two rows; a row that does not exist must get P = 0. With SPLIT, factors of Q
   // and the scale, and of dO, and of what is rounded.
   float lse_log2[2], delta[2], of_q[2] = {}, of_dout[2] = {}, undo[2];
+  float total[2] = {}, missed[2] = {};  // sums of P, with SPLIT, and what rounding took from them
   const long long row0 = first_row(p, work.batch, work.head, STATS_ROWS);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -190,6 +191,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int n = 0; n < BLOCK_K / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) exponentiate(n, e);
+    }
+    if constexpr (SPLIT) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float more = missed[r];
+#pragma unroll
+        for (int n = 0; n < BLOCK_K / 8; ++n) more += s[0][n][2 * r] + s[0][n][2 * r + 1];
+        const float sum = total[r] + more;
+        missed[r] = more - (sum - total[r]);
+        total[r] = sum;
+      }
     }
     // Over long since, but no exponential is moved behind a loop, and they are to run beside dP.
     barrier_wait(q_full, 0);
@@ -248,8 +260,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int row = work.q0 + fragment_row<1>(0, r);
     const float scale = static_cast<float>(p.scale);
     if constexpr (SPLIT) {
+      // P sums to 1, but for what lse is off by. (More is missing where lse is that of more keys.)
+      const float sum = quad_sum(total[r]);
+      const float rounding = 0x1p-20f * fmaxf(fabsf(lse_log2[r]), 1.0f);
+      const bool near = fabsf(sum - 1) <= fminf(rounding, 0.5f);
+      const float weight = near ? 1 / sum : 1.0f;
       const Head<float> to(p.dq, work.batch, work.head);
-      if (row < p.sq) store_floats<VECTOR>(to, dq[0], r, scale, row, p.d);
+      if (row < p.sq) {
+        if (fragment_column() == 0) p.weights[row0 + row] = weight;
+        store_floats<VECTOR>(to, dq[0], r, weight * scale, row, p.d);
+      }
     } else {
       store_row<VECTOR>(Slice(p.dq, work.batch, work.head), dq[0], r, scale, row, p.sq, p.d);
     }

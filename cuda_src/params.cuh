@@ -22,6 +22,7 @@ struct Params {
   // two.
   float *q_factors, *k_factors, *v_factors, *dout_factors;
   void *q_parts, *k_parts, *v_parts, *dout_parts;
+  float* weights;  // of bwd_sm90_q, for bwd_sm90_kv: of rows of P in float32
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time

@@ -209,6 +209,7 @@ DEVICE void write_row_delta(const Params& p) {
     // does not exist.
     const float* lse = static_cast<const float*>(p.lse) + first_row(p, batch, head);
     const float of_row = i < p.sq ? lse[i] : -kInfinity;
+    if (kFloat) p.weights[row] = 1;
     static_cast<float*>(p.lse_log2)[row] =
         of_row == -kInfinity ? kInfinity : of_row * (kFloat ? 1.0f : kLog2e);
   };

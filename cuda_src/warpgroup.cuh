@@ -46,7 +46,8 @@ DEVICE unsigned hidden(unsigned operand) { return __shfl_sync(~0u, operand, 0); 
 DEVICE constexpr int first_term(int parts) { return parts == 2 ? 0 : 2; }
 
 // Start c = a b^T, of tiles at these addresses, summed over kDepth columns.
-template <class A, class B, int kDepth, int kParts = 1, int kN>
+// kRightFirst: high x low before low x high, so that b a^T has the same bits.
+template <class A, class B, int kDepth, int kParts = 1, bool kRightFirst = false, int kN>
 DEVICE void multiply_transposed(float (&c)[kN][4], unsigned a_tile, unsigned b_tile) {
   const unsigned a = hidden(operand(a_tile)), b = hidden(operand(b_tile));
   constexpr int kLow = 4 * slabs(kDepth);  // the low part's first 16 columns
@@ -55,8 +56,9 @@ DEVICE void multiply_transposed(float (&c)[kN][4], unsigned a_tile, unsigned b_t
   for (int term = first_term(kParts); term < 3; ++term)
 #pragma unroll
     for (int i = 0; i < kDepth / 16; ++i)
-      wgmma<false>(c, a + columns_at<A>(i + (term == 0) * kLow),
-                   b + columns_at<B>(i + (term == 1) * kLow), term > first_term(kParts) || i > 0);
+      wgmma<false>(c, a + columns_at<A>(i + (term == kRightFirst) * kLow),
+                   b + columns_at<B>(i + (term == !kRightFirst) * kLow),
+                   term > first_term(kParts) || i > 0);
   wgmma_commit();
 }
 // Start c += a b, or c = a b, of what is in registers and a tile, summed over the tile's rows.
@@ -149,11 +151,11 @@ constexpr int kStages = 2;  // buffers
 
 // In shared memory: buffers for tiles of q (or dout), for numbers of each row, and their barriers.
 // Tiles are numbered through the block's life.
-template <class T, bool kScaled = false>
+template <class T, int kNumbers = 1>
 struct Ring {
+  using Tile = T;
   typename T::Storage tiles[kStages];
-  // lse in base 2 (or delta); the factor of what split.cu has scaled
-  __align__(16) float numbers[kStages][1 + kScaled][T::kRows];
+  __align__(16) float numbers[kStages][kNumbers][T::kRows];  // the first: lse in base 2 (or delta)
   unsigned long long full[kStages], empty[kStages];
 
   DEVICE void init(int warps) {  // so many release a tile
@@ -161,18 +163,19 @@ struct Ring {
       barrier_init(shared_address(&full[i]), 1), barrier_init(shared_address(&empty[i]), warps);
   }
   // By one thread: tile i, of queries q0 .., when its buffer is free.
-  DEVICE void copy(int i, const TensorMap& map, const void* all_numbers, const Params& p, int q0,
-                   int head, int batch, const float* all_factors = nullptr) {
+  template <class... Numbers>
+  DEVICE void copy(int i, const TensorMap& map, const Params& p, int q0, int head, int batch,
+                   const Numbers*... all_numbers) {
+    static_assert(sizeof...(all_numbers) == kNumbers, "one array for each number");
     const int stage = i % kStages;
     const long long row = first_row(p, batch, head, T::kRows) + q0;
     const unsigned barrier = shared_address(&full[stage]);
     barrier_wait(shared_address(&empty[stage]), i / kStages % 2 ^ 1);
     load<T>(shared_address(&tiles[stage]), map, barrier, q0, head, batch, sizeof(numbers[0]));
-    bulk_load(shared_address(&numbers[stage]), static_cast<const float*>(all_numbers) + row,
-              barrier, sizeof(numbers[0][0]));
-    if (kScaled)
-      bulk_load(shared_address(&numbers[stage][kScaled]), all_factors + row, barrier,
-                sizeof(numbers[0][0]));
+    int n = 0;
+    (bulk_load(shared_address(&numbers[stage][n++]), static_cast<const float*>(all_numbers) + row,
+               barrier, sizeof(numbers[0][0])),
+     ...);
   }
   DEVICE void wait(int i) const {
     barrier_wait(shared_address(&full[i % kStages]), i / kStages % 2);
@@ -186,5 +189,4 @@ struct Ring {
     return *reinterpret_cast<const float2*>(numbers[i % kStages][which] + 8 * n +
                                             fragment_column());
   }
-  DEVICE float2 factors(int i, int n) const { return pair(i, n, kScaled); }
 };

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), 15 pointers, sizes, numbers.
-PARAMS = struct.Struct("55q12i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), 16 pointers, sizes, numbers.
+PARAMS = struct.Struct("56q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -335,7 +335,7 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         return _16_bit_variant(file, entry, problem, 12, vector, macros, shared)
 
     shared = _slab_bytes(64, d) + _slab_bytes(64, dv)
-    shared += _rings_bytes(queries, d, dv, 2 if tiles.parts else 1)
+    shared += _rings_bytes(queries, d, dv, (3, 2) if tiles.parts else (1, 1))
     shared += tiles.p_stages * 4 * queries * 64 + KIB
     of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages, "STATS_KEYS": keys}, shared
     shared = sum(_slab_bytes(128 + 2 * keys, width) for width in (d, dv))
@@ -344,8 +344,8 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
         (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
-        (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
         (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // 128)),
+        (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
     ]
 
 
@@ -354,11 +354,11 @@ def _slab_bytes(rows: int, width: int) -> int:
     return 2 * rows * _rounded_up(width, 64)
 
 
-def _rings_bytes(queries: int, d: int, dv: int, numbers: int = 1) -> int:
+def _rings_bytes(queries: int, d: int, dv: int, numbers: tuple[int, int] = (1, 1)) -> int:
     """Of two struct Ring: two tiles of q or dout, with numbers of each row, and barriers."""
     return sum(
-        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries * numbers + 4 * 8, KIB)
-        for width in (d, dv)
+        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries * n + 4 * 8, KIB)
+        for width, n in zip((d, dv), numbers, strict=True)
     )
 
 
@@ -762,10 +762,12 @@ def backward(
     ):
         q, k, v, dout = [_aligned_copy(x) for x in mapped]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
+    numbers_of_rows = cupy.ndarray((2 + bool(parts), stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
-    rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
+    # lse in base 2, and delta; in float32, weights
+    stats = [row.data.ptr for row in numbers_of_rows]
+    rows += stats[:2]
     sums, turns, tickets = workspace(problem, tiles, deterministic)
     if sums + turns:
         numbers = cupy.ndarray(sums + turns + tickets, cupy.float32).data
@@ -777,7 +779,7 @@ def backward(
     if parts:
         memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
         split = split_pointers(problem, tiles, memory.ptr)
-        rows += [0, 0, 0, *split]
+        rows += [0, 0, 0, *split, stats[2]]
         mapped = split[4:]
     _launch(plan, pointers, rows, mapped)
 
@@ -792,7 +794,7 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
         return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
-    return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
+    return [(128, tiles.keys, tiles.keys, 128), (tiles.streamed, 64, 64, tiles.streamed)]
 
 
 def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:
@@ -913,7 +915,7 @@ def _turns(p: Problem) -> tuple[int, int]:
 
 def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (55 - len(words))
+    words += [0] * (56 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)

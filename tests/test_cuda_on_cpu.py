@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from cases import Run, case, close, dtype_of, eps, normal, peak
 
-from cuflash import _compile, api, attention_reference, cuda_backend
+from cuflash import (
+    _compile,
+    api,
+    attention_reference,
+    attention_reference_grad,
+    cuda_backend,
+)
 from cuflash.cuda_backend import Config, HopperBackward, HopperTiles, HopperTwoPass, Tiles
 
 HERE = Path(__file__).parent
@@ -202,8 +208,9 @@ def backward(backend, problem, tiles, run, out, lse):
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
     mapped = backend.backward_mapped(pointers)
     if isinstance(tiles, HopperTwoPass) and tiles.parts:
-        memory, split = split_memory(backend, problem, tiles)
-        rows, mapped = rows + split, split[4:]
+        _memory, split = split_memory(backend, problem, tiles)
+        weights = np.full(backend.stats_rows(problem, tiles), np.nan, "f4")
+        rows, mapped = [*rows, *split, weights.ctypes.data], split[4:]
     backend._launch(plan, pointers, rows, mapped)
     return dq, dk, dv
 
@@ -261,7 +268,7 @@ def hopper(on_cpu):
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan, mapped = on_cpu._forward_plan(0, problem, tiles, *layout), pointers
         if tiles.parts:
-            memory, split = split_memory(on_cpu, problem, tiles)
+            _memory, split = split_memory(on_cpu, problem, tiles)
             rows, mapped = rows + split, split[4:7]
         on_cpu._launch(plan, pointers, rows, mapped)
         return out, lse
@@ -385,3 +392,90 @@ def test_hopper_backward(case, tiles, on_cpu):
     run = Run(case, np)
     problem, _, out, lse = forward(on_cpu, Tiles(32, 32, 2), run.q, run.k, run.v, **run.options)
     run.check_backward(backward(on_cpu, problem, tiles, run, out, lse))
+
+
+def float32_gradients(backend, tiles, dout, q, k, v, forward=None, **options):
+    """By the two passes for float32; `forward`: out and lse, else those of the reference."""
+    problem, *_ = api.canonical(q, k, v, options.get("scale"), options.get("causal", False))
+    out, lse = forward or attention_reference(q, k, v, return_lse=True, **options)
+    run = SimpleNamespace(q=q, k=k, v=v, dout=dout, dlse=np.zeros(q.shape[:-1], "f4"))
+    return backward(backend, problem, tiles, run, out.astype("f4"), lse.astype("f4"))
+
+
+@pytest.mark.parametrize("scale", [1, 30, 1000])
+def test_float32_gradients_are_as_accurate_as_the_formula_in_float32(scale, on_cpu):
+    # Also where lse is large: what float32 leaves of it shows in no P.
+    q, dout = (normal(np, 1, 1, 150, 64, seed=n) for n in range(2))
+    k, v = (normal(np, 1, 1, 200, 64, seed=n) for n in range(2, 4))
+    operands = dout, scale * q, k, v
+    grads = float32_gradients(on_cpu, HopperTwoPass(64, 64, 1, parts=2), *operands)
+    want, plain = (attention_reference_grad(*operands, dtype=x) for x in ("float64", "float32"))
+    for name, got, w, p in zip(("dq", "dk", "dv"), grads, want, plain, strict=True):
+        close(name, got, w, p, rounding=eps("float32") * peak(w))
+
+
+def test_float32_gradients_of_shares_of_the_keys_add_up(on_cpu):
+    # With lse of all keys P of a share do not sum to 1, and shall not.
+    tiles = HopperTwoPass(64, 32, 1, parts=2)
+    q, dout = (normal(np, 1, 1, 70, 40, seed=n) for n in range(2))
+    k, v = (normal(np, 1, 1, 90, 40, seed=n) for n in range(2, 4))
+    forward = attention_reference(q, k, v, return_lse=True)
+    shares = [
+        float32_gradients(on_cpu, tiles, dout, q, k[:, :, i], v[:, :, i], forward=forward)
+        for i in (np.s_[:37], np.s_[37:])
+    ]
+    want = attention_reference_grad(dout, q, k, v)
+    got = (sum(s[0] for s in shares), *(np.concatenate(x, 2) for x in list(zip(*shares))[1:]))
+    for g, w in zip(got, want, strict=True):
+        assert peak(g - w) <= 8 * eps("float32") * peak(w)
+
+
+def test_float32_gradients_of_numbers_of_any_size(on_cpu):
+    tiles = HopperTwoPass(64, 32, 1, parts=2)
+    rng = np.random.default_rng(5)
+    q, dout = (rng.standard_normal((1, 1, 70, 40)) for _ in range(2))
+    k, v = (rng.standard_normal((1, 1, 90, 40)) for _ in range(2))
+    sizes = 10.0 ** rng.integers(-9, 9, (2, 70, 1))
+    q, dout = q * sizes[0], dout * sizes[1]
+    k[0, 0, 1::2] *= 1e-12
+    v *= 1e6
+    operands = [x.astype(np.float32) for x in (dout, q, k, v)]
+    options = {"scale": 1e-8}
+    grads = float32_gradients(on_cpu, tiles, *operands, **options)
+    want, plain = (
+        attention_reference_grad(*operands, dtype=x, **options) for x in ("float64", "float32")
+    )
+    rows = sizes[1]  # those of dq are as large as those of dout
+    close(
+        "dq",
+        grads[0] / rows,
+        want[0] / rows,
+        plain[0] / rows,
+        eps("float32") * peak(want[0] / rows),
+    )
+    for name, got, w, p in list(zip(("dq", "dk", "dv"), grads, want, plain, strict=True))[1:]:
+        close(name, got, w, p, rounding=eps("float32") * peak(w))
+
+
+def test_float32_gradients_keep_what_is_not_finite_where_it_is(on_cpu):
+    # No element is NaN or infinite that the formula in float32 has finite, and all others are as
+    # they were.
+    tiles = HopperTwoPass(32, 16, 1, parts=2)
+    q, dout = (normal(np, 1, 1, 70, 24, seed=n) for n in range(2))
+    k, v = (normal(np, 1, 1, 90, 24, seed=n) for n in range(2, 4))
+
+    def gradients(operands):
+        with np.errstate(all="ignore"):
+            forward = attention_reference(*operands[1:], causal=True, return_lse=True)
+            plain = attention_reference_grad(*operands, causal=True, dtype="float32")
+        got = float32_gradients(on_cpu, tiles, *operands, causal=True, forward=forward)
+        return got, plain
+
+    clean, _ = gradients([dout, q, k, v])
+    for n, row in enumerate((30, 40, 50, 50)):
+        for value in (np.nan, np.inf):
+            operands = [x.copy() for x in (dout, q, k, v)]
+            operands[n][0, 0, row, 5] = value
+            got, plain = gradients(operands)
+            for g, p, c in zip(got, plain, clean, strict=True):
+                assert np.isfinite(g[np.isfinite(p)]).all(), (n, value)
