@@ -122,8 +122,8 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float& y = x[0][n][e];
-          y = y * (e % 2 ? of_column.y : of_column.x) * of_row[e / 2] -
-              (e % 2 ? number.y : number.x);
+          y = fmaf(y * (e % 2 ? of_column.y : of_column.x), of_row[e / 2],
+                   -(e % 2 ? number.y : number.x));
         }
       }
       c_ring.wait(i);  // for its factors

@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const float2 column = *reinterpret_cast<const float2*>(of_column + 8 * n + fragment_column());
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        c[n][e] = c[n][e] * (e % 2 ? column.y : column.x) * of_row[e / 2] - less[e / 2];
+        c[n][e] = fmaf(c[n][e] * (e % 2 ? column.y : column.x), of_row[e / 2], -less[e / 2]);
     }
   };
   auto exponentiate = [&](int n, int e) {
