@@ -635,7 +635,7 @@ def split_bytes(p: Problem, tiles: SplitTiles) -> int:
 
 
 def split_pointers(p: Problem, tiles: SplitTiles, start: int) -> list[int]:
-    """To factors of q, k, v and dout, and to their parts, in this memory."""
+    """To factors of q, k, v and dout, to their parts, and to weights, in this memory."""
     return [start + offset for offset in _split_memory(p, tiles)[1]]
 
 
@@ -644,16 +644,16 @@ def _split_memory(p: Problem, tiles: SplitTiles) -> tuple[int, list[int]]:
     """Bytes, and where in them what split_pointers names begins."""
     queries, keys = _split_rows(tiles)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    forward = isinstance(tiles, HopperTiles)  # dout is not there
-    all_rows = [heads * p.sq, heads_kv * p.sk, heads_kv * p.sk, 0 if forward else heads * p.sq]
-    q_factors, k_factors = heads * _rounded_up(p.sq, queries), heads_kv * _rounded_up(p.sk, keys)
-    if forward:  # v has one for each column of a tile
-        factors = [q_factors, k_factors, k_factors // keys * _rounded_up(p.dv, 64), 0]
-    else:
-        factors = [q_factors, k_factors, k_factors, q_factors]
+    all_rows = [heads * p.sq, heads_kv * p.sk, heads_kv * p.sk, heads * p.sq]
+    of_q, of_k = heads * _rounded_up(p.sq, queries), heads_kv * _rounded_up(p.sk, keys)
+    factors, weights = [of_q, of_k, of_k, of_q], of_q
+    if isinstance(tiles, HopperTiles):  # v has a factor for each column of a tile
+        all_rows[3] = factors[3] = weights = 0
+        factors[2] = of_k // keys * _rounded_up(p.dv, 64)
     widths = split_widths(p, tiles)
     sizes = [4 * n for n in factors]
     sizes += [2 * rows * width for rows, width in zip(all_rows, widths, strict=True)]
+    sizes += [4 * weights]
     offsets = [0, *itertools.accumulate(_rounded_up(size, KIB) for size in sizes)]
     return offsets[-1], offsets[:-1]
 
@@ -754,20 +754,14 @@ def backward(
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     mapped = [q, k, v, dout]
-    parts = tiles.parts if isinstance(tiles, HopperTwoPass) else 0
-    if (
-        isinstance(tiles, OnHopper)
-        and not parts
-        and not _fit_for_tensor_maps(*_described(mapped)[1])
-    ):
+    on_16_bits = isinstance(tiles, OnHopper) and problem.dtype in ELEMENTS
+    if on_16_bits and not _fit_for_tensor_maps(*_described(mapped)[1]):
         q, k, v, dout = [_aligned_copy(x) for x in mapped]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    numbers_of_rows = cupy.ndarray((2 + bool(parts), stats_rows(problem, tiles)), problem.compute)
+    stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
-    # lse in base 2, and delta; in float32, weights
-    stats = [row.data.ptr for row in numbers_of_rows]
-    rows += stats[:2]
+    rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
     sums, turns, tickets = workspace(problem, tiles, deterministic)
     if sums + turns:
         numbers = cupy.ndarray(sums + turns + tickets, cupy.float32).data
@@ -776,11 +770,11 @@ def backward(
         counters = numbers.ptr + 4 * sums
         rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
     mapped = backward_mapped(pointers)
-    if parts:
+    if isinstance(tiles, OnHopper) and not on_16_bits:
         memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
         split = split_pointers(problem, tiles, memory.ptr)
-        rows += [0, 0, 0, *split, stats[2]]
-        mapped = split[4:]
+        rows += [0, 0, 0, *split]
+        mapped = split[4:8]
     _launch(plan, pointers, rows, mapped)
 
 

@@ -27,7 +27,8 @@ def configs():
             for dtype in cuda_backend.ELEMENTS:
                 yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
     for width, tiles in cuda_backend.FORWARD_HOPPER_32.items():
-        backward = portable_config("float32", width).backward
+        backward = cuda_backend.BACKWARD_HOPPER_32.get(width)
+        backward = backward or portable_config("float32", width).backward
         yield "float32", width, cuda_backend.Config(tiles, backward)
 
 
@@ -179,7 +180,8 @@ def test_extra_memory(d, tiles_for):
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_extra_memory_of_float32(d):
-    # On Hopper at most as much as the inputs, and a factor for each row and for columns of tiles.
+    # On Hopper at most as much as the inputs, and some numbers for each row and for columns of
+    # tiles.
     import cupy
 
     s = 16384
@@ -190,6 +192,12 @@ def test_extra_memory_of_float32(d):
         flash_attention(q, q, q)
     parts = 3 * q.nbytes + q.nbytes // 16 if on_hopper() else 0
     assert pool.total_bytes() <= q.nbytes + 2 * s * 4 + parts + (1 << 16)
+    out, lse = flash_attention(q, q, q, return_lse=True)
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        flash_attention_grad(q, q, q, q, out, lse)
+    parts = 4 * q.nbytes + 4 * 2 * s * 4 if on_hopper() else 2 * s * 4
+    assert pool.total_bytes() <= 3 * q.nbytes + 3 * 2 * s * 4 + parts + (1 << 16)
 
 
 @pytest.mark.parametrize("d", [64, 192])

@@ -209,8 +209,7 @@ def backward(backend, problem, tiles, run, out, lse):
     mapped = backend.backward_mapped(pointers)
     if isinstance(tiles, HopperTwoPass) and tiles.parts:
         _memory, split = split_memory(backend, problem, tiles)
-        weights = np.full(backend.stats_rows(problem, tiles), np.nan, "f4")
-        rows, mapped = [*rows, *split, weights.ctypes.data], split[4:]
+        rows, mapped = rows + split, split[4:8]
     backend._launch(plan, pointers, rows, mapped)
     return dq, dk, dv
 
