@@ -36,7 +36,7 @@ def split(x, rounded, parts, axis):
     """`x` as a sum of `parts` rounded arrays, times a power of two for each row along `axis`."""
     top = np.abs(x).max(axis, keepdims=True)
     power = np.minimum(15 - np.frexp(top)[1], 100) if rounded is fp16 else 0
-    factor = np.ldexp(np.float32(1), power)
+    factor = np.ldexp(np.ones_like(top), power)
     left, result = x * factor, []
     for _ in range(parts):
         result.append(rounded(left))
@@ -111,40 +111,38 @@ def attention(q, k, v, rounded, orders, block, outside=True):
     return out / total
 
 
-def gradients(q, k, v, dout, out, lse, rounded, orders, block, corrected=True):
-    """The two backward passes: dq, dk and dv."""
+def gradients(q, k, v, dout, out, lse, rounded, orders, block, weighted=True):
+    """The two backward passes: dq, dk and dv. `weighted`: P of a row is made to sum to 1."""
     parts, scale = max(map(max, orders)) + 1, np.float32(q.shape[1] ** -0.5)
-    split_rows = [split(x, rounded, parts, 1) for x in (q, k, v, dout)]
-    delta = (dout * out).sum(1, keepdims=True)
+    of_q, of_k, of_v, of_dout = (split(x, rounded, parts, 1) for x in (q, k, v, dout))
+    delta, weight = (dout * out).sum(1, keepdims=True), np.ones_like(lse)
     dq, dk, dv = (np.zeros(x.shape, "f4") for x in (q, k, v))
+    tiles = [(i, j) for i in blocks(len(q), block) for j in blocks(len(k), block)]
 
-    def summed(left, right):  # a sum over rows of `right`
-        left_parts, factor = split(left, rounded, parts, 1)
-        return product(left_parts, [np.ascontiguousarray(x.T) for x in right], orders) * factor
+    def rows_product(a, rows, b, keys, factor):
+        c = product([x[rows] for x in a[0]], [x[keys] for x in b[0]], orders)
+        return c * a[1][rows] * (b[1][keys].T * factor)
 
-    def scores(rows, keys):  # less lse
-        s = product(
-            *([x[i] for x in p[0]] for p, i in zip(split_rows[:2], (rows, keys), strict=True)),
-            orders,
-        )
-        return s * split_rows[0][1][rows] * (split_rows[1][1][keys].T * scale) - lse[rows]
+    def summed(left, right, rows):  # left^T right, a sum over these rows
+        left_parts, factor = split(left.T, rounded, parts, 1)
+        right_parts = [np.ascontiguousarray(x[rows].T) for x in right[0]]
+        return product(left_parts, right_parts, orders) * factor
 
-    log2e = np.float32(np.log2(np.e))
-    excess = np.zeros_like(lse)  # what lse is off by
-    if corrected:
-        for rows in blocks(len(q), block):
-            for keys in blocks(len(k), block):
-                excess[rows] += np.exp2(scores(rows, keys) * log2e).sum(1, keepdims=True)
-        excess = np.log(excess)
-    for rows in blocks(len(q), block):
-        for keys in blocks(len(k), block):
-            (qs, of_q), (dos, of_do) = (([x[rows] for x in p], f[rows]) for p, f in split_rows[::3])
-            (ks, of_k), (vs, of_v) = (([x[keys] for x in p], f[keys]) for p, f in split_rows[1:3])
-            p = np.exp2((scores(rows, keys) - excess[rows]) * log2e)
-            ds = p * (product(dos, vs, orders) * of_do * of_v.T - delta[rows])
-            dv[keys] += summed((p * of_do).T, dos)
-            dk[keys] += summed((ds * of_q).T, qs)
-            dq[rows] += summed(ds * of_k.T, ks)
+    def probabilities(rows, keys):
+        s = rows_product(of_q, rows, of_k, keys, scale)
+        return np.exp2((s - lse[rows]) * np.float32(np.log2(np.e)))
+
+    if weighted:
+        total = np.zeros_like(lse)
+        for rows, keys in tiles:
+            total[rows] += probabilities(rows, keys).sum(1, keepdims=True)
+        weight = 1 / total
+    for rows, keys in tiles:
+        p = probabilities(rows, keys) * weight[rows]
+        ds = p * (rows_product(of_dout, rows, of_v, keys, np.float32(1)) - delta[rows])
+        dv[keys] += summed(p * of_dout[1][rows], of_dout, rows)
+        dk[keys] += summed(ds * of_q[1][rows], of_q, rows)
+        dq[rows] += summed((ds * of_k[1][keys].T).T, of_k, keys)
     return dq * scale, dk * scale, dv
 
 
@@ -175,12 +173,13 @@ def compare_gradients(q, k, v, dout, schemes):
 
     plain = errors(materialised_gradients(q, k, v, dout))
     for name in schemes:
-        for corrected in (False, True):
-            found = errors(gradients(q, k, v, dout, out, lse, *SCHEMES[name], 64, corrected))
+        for weighted in (True, False):
+            found = errors(gradients(q, k, v, dout, out, lse, *SCHEMES[name], 64, weighted))
             ratios = [
                 f"{a / c:.2f} ({b / d:.2f})" for (a, b), (c, d) in zip(found, plain, strict=True)
             ]
-            print(f"  {name} {corrected} dq {ratios[0]} dk {ratios[1]} dv {ratios[2]}", flush=True)
+            note = "" if weighted else ", P as lse has it"
+            print(f"  {name}{note}: dq, dk, dv {', '.join(ratios)}", flush=True)
 
 
 def materialised(q, k, v):
