@@ -82,16 +82,34 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
   const unsigned p_empty = shared_address(&shared.p_empty);
   const unsigned p_tiles = shared_address(&shared.p) + threadIdx.x % 128 * 16;
   float x[1][BLOCK_Q / 8][4], sum[1][kWidth / 8][4];
-  float part[kWidth / 8][4];  // of a tile, with SPLIT
+  // Of a tile, with SPLIT, so many columns at a time.
+  constexpr int kSlice = SPLIT && kWidth > 128 ? 64 : kWidth;
+  static_assert(kWidth % kSlice == 0, "whole slices");
+  float part[kSlice / 8][4];
   unsigned rounded[kParts][BLOCK_Q / 16][4];
   float of_row[2] = {}, undo[2];   // with SPLIT, factors of rows of A, and of what is rounded
   auto multiply_ab = [&](int i) {  // start A B^T
     b_ring.wait(i);
     multiply_transposed<ATile, BTile, kDepth, kParts, true>(x[0], a_tile, b_ring.tile(i));
   };
-  auto accumulate = [&](int i) {
+  auto accumulate = [&](int i, int slice = 0) {
     c_ring.wait(i);
-    multiply<CTile>(first_if<SPLIT != 0>(part, sum[0]), rounded, c_ring.tile(i), !SPLIT);
+    multiply<CTile>(first_if<SPLIT != 0>(part, sum[0]), rounded,
+                    c_ring.tile(i) + slice * (kSlice / 64 * CTile::kSlabBytes), !SPLIT);
+  };
+  // It is done, or its first slice is.
+  auto finish = [&](int i) {
+    if constexpr (SPLIT) {
+#pragma unroll
+      for (int slice = 0; slice < kWidth / kSlice; ++slice) {
+        if (slice > 0) {
+          accumulate(i, slice);
+          wgmma_wait<0>();
+        }
+        add_rows(sum[0], part, slice * kSlice, undo);
+      }
+    }
+    c_ring.release(i);
   };
 
   clear(sum);
@@ -186,14 +204,13 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
       accumulate(i - 1);
       multiply_ab(i);
       wgmma_wait<1>();
-      c_ring.release(i - 1);  // early: what is copied there next is needed in the next turn
-      if constexpr (SPLIT) add_rows(sum[0], part, undo);
+      finish(i - 1);  // early: what is copied there next is needed in the next turn
       wgmma_wait<0>();
       elementwise(i);
     }
     accumulate(total - 1);
     wgmma_wait<0>();
-    if constexpr (SPLIT) add_rows(sum[0], part, undo);
+    finish(total - 1);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

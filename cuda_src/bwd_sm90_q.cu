@@ -24,9 +24,9 @@
 #include "warpgroup.cuh"
 #include "work.cuh"
 
-constexpr int BLOCK_Q = 128;
-constexpr int kComputing = 256, kThreads = kComputing + 128;
-constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
+constexpr int kGroups = BLOCK_Q / 64, kComputing = 128 * kGroups, kThreads = kComputing + 128;
+// 168 each to begin with; one computing warpgroup has as many as a thread may have.
+constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;
 
 constexpr int kParts = SPLIT == 2 ? 2 : 1;
 using QTile = Tile<BLOCK_Q, kParts * 64 * slabs(HEAD_DIM), kComputing>;
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(q_full, 1), barrier_init(o_full, 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(k_full + 8 * i, 1), barrier_init(v_full + 8 * i, 1);
-      barrier_init(k_empty + 8 * i, 8), barrier_init(v_empty + 8 * i, 8);
+      barrier_init(k_empty + 8 * i, 4 * kGroups), barrier_init(v_empty + 8 * i, 4 * kGroups);
     }
     barrier_init_fence();
     shared.work = Work(p, blockIdx.x);
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto first_key = [&](int i) { return (work.k_begin + blocks - 1 - i) * BLOCK_K; };
 
   if (threadIdx.x >= kComputing) {
-    registers_lower<kCopyingRegisters>();
+    if (kGroups > 1) registers_lower<kCopyingRegisters>();
     if (threadIdx.x > kComputing || blocks == 0) return;
     const int kv_head = work.head / p.group;
     const long long factors_row = SPLIT ? first_kv_row<BLOCK_K>(p, work.batch, kv_head) : 0;
@@ -104,13 +104,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     return;
   }
-  registers_raise<kComputingRegisters>();
+  if (kGroups > 1) registers_raise<kComputingRegisters>();
 
   const int group = threadIdx.x / 128;
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], ds[1][BLOCK_K / 8][4], dq[1][HEAD_DIM / 8][4];
-  float part[HEAD_DIM / 8][4];  // of a tile, with SPLIT
+  // Of a tile, with SPLIT, so many columns at a time.
+  constexpr int kSlice = SPLIT && HEAD_DIM > 128 ? 64 : HEAD_DIM;
+  static_assert(HEAD_DIM % kSlice == 0, "whole slices");
+  float part[kSlice / 8][4];
   unsigned rounded[kParts][BLOCK_K / 16][4];
+  float undo[2];  // with SPLIT, factors of what is rounded
   auto release = [&](unsigned barrier) {
     if (SPLIT) {  // lanes have read the factors: else the arrival overtakes that (fwd_sm90.cu)
       fence_async();
@@ -130,14 +134,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     multiply_transposed<OTile, VTile, VALUE_DIM, kParts>(ds[0], o_tile + group * 64 * 128,
                                                          v_tiles + stage * sizeof(VTile::Storage));
   };
-  auto multiply_sk = [&](int i) {  // dQ += dS K
-    multiply<KTile>(first_if<SPLIT != 0>(part, dq[0]), rounded,
-                    k_tiles + i % kStages * sizeof(KTile::Storage), !SPLIT);
+  auto multiply_sk = [&](int i, int slice = 0) {  // dQ += dS K
+    multiply<KTile>(
+        first_if<SPLIT != 0>(part, dq[0]), rounded,
+        k_tiles + i % kStages * sizeof(KTile::Storage) + slice * (kSlice / 64 * KTile::kSlabBytes),
+        !SPLIT);
   };
 
+  // It is done, or its first slice is.
+  auto finish_sk = [&](int i) {
+    if constexpr (SPLIT) {
+#pragma unroll
+      for (int slice = 0; slice < HEAD_DIM / kSlice; ++slice) {
+        if (slice > 0) {
+          multiply_sk(i, slice);
+          wgmma_wait<0>();
+        }
+        add_rows(dq[0], part, slice * kSlice, undo);
+      }
+    }
+    release(k_empty + 8 * (i % kStages));
+  };
   // Of this thread's two rows; a row that does not exist must get P = 0. With SPLIT, factors of Q
-  // and the scale, and of dO, and of what is rounded.
-  float lse_log2[2], delta[2], of_q[2] = {}, of_dout[2] = {}, undo[2];
+  // and the scale, and of dO.
+  float lse_log2[2], delta[2], of_q[2] = {}, of_dout[2] = {};
   float total[2] = {}, missed[2] = {};  // sums of P, with SPLIT, and what rounding took from them
   const long long row0 = first_row(p, work.batch, work.head, STATS_ROWS);
 #pragma unroll
@@ -246,14 +266,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       multiply_sk(i - 1);
       multiply_qk(i);
       wgmma_wait<1>();
-      release(k_empty + 8 * ((i - 1) % kStages));
-      if constexpr (SPLIT) add_rows(dq[0], part, undo);
+      finish_sk(i - 1);
       multiply_ov(i);
       differentiate(i);
     }
     multiply_sk(blocks - 1);
     wgmma_wait<0>();
-    if constexpr (SPLIT) add_rows(dq[0], part, undo);
+    finish_sk(blocks - 1);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -107,13 +107,14 @@ DEVICE void powers_for(const float (&c)[kN][4], float (&power)[2], float (&undo)
   }
 }
 
-// sum += c, times a factor for each of a thread's two rows.
-template <int kN>
-DEVICE void add_rows(float (&sum)[kN][4], const float (&c)[kN][4], const float (&factor)[2]) {
+// sum += c, times a factor for each of a thread's two rows; from this column of sum on.
+template <int kN, int kAll>
+DEVICE void add_rows(float (&sum)[kAll][4], const float (&c)[kN][4], int column0,
+                     const float (&factor)[2]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sum[n][e] += c[n][e] * factor[e / 2];
+    for (int e = 0; e < 4; ++e) sum[column0 / 8 + n][e] += c[n][e] * factor[e / 2];
 }
 
 // A factor that makes 0 of 0, also where it is infinite.

@@ -70,10 +70,10 @@ class HopperBackward(NamedTuple):
 
 
 class HopperTwoPass(NamedTuple):
-    """The same where dK and dV are too wide for that: two passes, of seven products.
+    """The same where dK and dV are too wide for that, or float32: two passes, of seven products.
 
-    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past 128
-    queries in the pass for dQ.
+    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past `queries`
+    in the pass for dQ.
     """
 
     streamed: int
@@ -81,6 +81,7 @@ class HopperTwoPass(NamedTuple):
     p_stages: int = 2  # buffers for P between the warpgroups
     together: int = 8  # heads that are worked on at a time
     parts: int = 0  # as in HopperTiles
+    queries: int = 128  # of the pass for dQ, 64 a computing warpgroup
 
 
 OnHopper = HopperBackward | HopperTwoPass
@@ -138,6 +139,8 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
     64: HopperTwoPass(128, 64, 1, parts=2),
     128: HopperTwoPass(64, 48, 1, parts=2),
+    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),
+    256: HopperTwoPass(16, 16, 1, parts=2, queries=64),
 }
 _BACKWARD_16 = {
     64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
@@ -330,21 +333,25 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     d, dv = (parts * _rounded_up(width, 64) for width in (problem.d, problem.dv))
     queries, keys = tiles.streamed, tiles.keys  # of the passes for dK and dV, and for dQ
 
-    def step(file, entry, macros, shared):
+    def step(file, entry, macros, shared, warps=12):
         macros = {"SPLIT": tiles.parts, **macros}
-        return _16_bit_variant(file, entry, problem, 12, vector, macros, shared)
+        for name, width in (("HEAD_DIM", problem.d), ("VALUE_DIM", problem.dv)):
+            if tiles.parts and width > 128:  # whole slices
+                macros[name] = _rounded_up(width, 64)
+        return _16_bit_variant(file, entry, problem, warps, vector, macros, shared)
 
     shared = _slab_bytes(64, d) + _slab_bytes(64, dv)
     shared += _rings_bytes(queries, d, dv, (3, 2) if tiles.parts else (1, 1))
     shared += tiles.p_stages * 4 * queries * 64 + KIB
     of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages, "STATS_KEYS": keys}, shared
-    shared = sum(_slab_bytes(128 + 2 * keys, width) for width in (d, dv))
+    shared = sum(_slab_bytes(tiles.queries + 2 * keys, width) for width in (d, dv))
     shared += _rounded_up(104 + 16 * (keys if tiles.parts else 4), KIB)  # barriers, and factors
-    of_q = {"BLOCK_K": keys, "STATS_ROWS": queries}, shared
+    macros = {"BLOCK_Q": tiles.queries, "BLOCK_K": keys, "STATS_ROWS": queries}
+    of_q = macros, shared, 4 + tiles.queries // 16
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
         (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
-        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // 128)),
+        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // tiles.queries)),
         (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
     ]
 
@@ -788,7 +795,8 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
         return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
-    return [(128, tiles.keys, tiles.keys, 128), (tiles.streamed, 64, 64, tiles.streamed)]
+    of_q = tiles.queries, tiles.keys, tiles.keys, tiles.queries
+    return [of_q, (tiles.streamed, 64, 64, tiles.streamed)]
 
 
 def stats_rows(p: Problem, tiles: Tiles | OnHopper) -> int:

@@ -383,6 +383,10 @@ HOPPER_BACKWARD_CASES = [
           window=(5, None)), HopperTwoPass(128, 64, 1, parts=2)),
     (case(70, 90, d=40, dv=8, batch=1, heads=1, heads_kv=1, layout="negative", scale=20.0),
      HopperTwoPass(48, 16, parts=2)),
+    (case(70, 90, d=200, dv=136, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTwoPass(16, 16, 1, parts=2, queries=64)),
+    (case(50, 40, d=40, dv=160, batch=1, heads=1, heads_kv=1, layout="contiguous"),
+     HopperTwoPass(32, 32, 1, parts=2, queries=64)),
 ]  # fmt: skip
 
 
