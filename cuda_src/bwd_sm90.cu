@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         work = Work(p, count_up_from(p.tickets));
         barrier_arrive(work_full + 8 * (job % 2));
         int q_head = work.head * p.group, q0 = work.q_last;
-        if (work.total > 0) shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+        if (work.total > 0) shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2);
         barrier_wait(kv_empty, job % 2 ^ 1);
         if (work.total > 0) {
           load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (work.total < 0) return;
 #pragma unroll 1
         for (int n = 0; n < work.total; ++n, ++i, work.step(q0, q_head)) {
-          if (n > 0) shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
-          shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+          if (n > 0) shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2);
+          shared.dout.copy(i, maps.dout, p, q0, q_head, work.batch, p.delta);
         }
       }
     } else if (role <= 2) {
