@@ -1,6 +1,6 @@
 """How far float32 attention is off when its products are made of 16-bit ones on tensor cores.
 
-    python bench/float32_split.py [--keys 512 4096] [--width 64] [--scale 1 30 1000]
+    python bench/float32_split.py [--keys 512 4096] [--width 64] [--scale 1 30 1000] [--backward]
 
 NumPy only. Tensor cores are modelled as they have been found to add (Fasi et al. 2021, PeerJ
 Comput. Sci. 7:e330, for V100 and A100; Hopper keeps one bit more): of 16 products and the
@@ -36,7 +36,7 @@ def split(x, rounded, parts, axis):
     """`x` as a sum of `parts` rounded arrays, times a power of two for each row along `axis`."""
     top = np.abs(x).max(axis, keepdims=True)
     power = np.minimum(15 - np.frexp(top)[1], 100) if rounded is fp16 else 0
-    factor = np.ldexp(np.float32(1), power)
+    factor = np.ldexp(np.ones_like(top), power)
     left, result = x * factor, []
     for _ in range(parts):
         result.append(rounded(left))
@@ -111,6 +111,77 @@ def attention(q, k, v, rounded, orders, block, outside=True):
     return out / total
 
 
+def gradients(q, k, v, dout, out, lse, rounded, orders, block, weighted=True):
+    """The two backward passes: dq, dk and dv. `weighted`: P of a row is made to sum to 1."""
+    parts, scale = max(map(max, orders)) + 1, np.float32(q.shape[1] ** -0.5)
+    of_q, of_k, of_v, of_dout = (split(x, rounded, parts, 1) for x in (q, k, v, dout))
+    delta, weight = (dout * out).sum(1, keepdims=True), np.ones_like(lse)
+    dq, dk, dv = (np.zeros(x.shape, "f4") for x in (q, k, v))
+    tiles = [(i, j) for i in blocks(len(q), block) for j in blocks(len(k), block)]
+
+    def rows_product(a, rows, b, keys, factor):
+        c = product([x[rows] for x in a[0]], [x[keys] for x in b[0]], orders)
+        return c * a[1][rows] * (b[1][keys].T * factor)
+
+    def summed(left, right, rows):  # left^T right, a sum over these rows
+        left_parts, factor = split(left.T, rounded, parts, 1)
+        right_parts = [np.ascontiguousarray(x[rows].T) for x in right[0]]
+        return product(left_parts, right_parts, orders) * factor
+
+    def probabilities(rows, keys):
+        s = rows_product(of_q, rows, of_k, keys, scale)
+        return np.exp2((s - lse[rows]) * np.float32(np.log2(np.e)))
+
+    if weighted:
+        total = np.zeros_like(lse)
+        for rows, keys in tiles:
+            total[rows] += probabilities(rows, keys).sum(1, keepdims=True)
+        weight = 1 / total
+    for rows, keys in tiles:
+        p = probabilities(rows, keys) * weight[rows]
+        ds = p * (rows_product(of_dout, rows, of_v, keys, np.float32(1)) - delta[rows])
+        dv[keys] += summed(p * of_dout[1][rows], of_dout, rows)
+        dk[keys] += summed(ds * of_q[1][rows], of_q, rows)
+        dq[rows] += summed((ds * of_k[1][keys].T).T, of_k, keys)
+    return dq * scale, dk * scale, dv
+
+
+def blocks(length, size):
+    return [slice(i, i + size) for i in range(0, length, size)]
+
+
+def materialised_gradients(q, k, v, dout):
+    scale = q.dtype.type(q.shape[1] ** -0.5)
+    s = q @ k.T * scale
+    p = np.exp(s - s.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    ds = p * (dout @ v.T - (dout * (p @ v)).sum(1, keepdims=True))
+    return ds @ k * scale, ds.T @ q * scale, p.T @ dout
+
+
+def compare_gradients(q, k, v, dout, schemes):
+    wide = [x.astype("f8") for x in (q, k, v, dout)]
+    right = materialised_gradients(*wide)
+    s = wide[0] @ wide[1].T * q.shape[1] ** -0.5
+    top = s.max(1, keepdims=True)
+    lse = (top + np.log(np.exp(s - top).sum(1, keepdims=True))).astype("f4")
+    out = materialised(*wide[:3]).astype("f4")
+
+    def errors(grads):
+        pairs = [x - y for x, y in zip(grads, right, strict=True)]
+        return [(np.abs(x).max(), np.sqrt(np.square(x).mean())) for x in pairs]
+
+    plain = errors(materialised_gradients(q, k, v, dout))
+    for name in schemes:
+        for weighted in (True, False):
+            found = errors(gradients(q, k, v, dout, out, lse, *SCHEMES[name], 64, weighted))
+            ratios = [
+                f"{a / c:.2f} ({b / d:.2f})" for (a, b), (c, d) in zip(found, plain, strict=True)
+            ]
+            note = "" if weighted else ", P as lse has it"
+            print(f"  {name}{note}: dq, dk, dv {', '.join(ratios)}", flush=True)
+
+
 def materialised(q, k, v):
     s = q @ k.T * q.dtype.type(q.shape[1] ** -0.5)
     p = np.exp(s - s.max(1, keepdims=True))
@@ -124,6 +195,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, nargs="+", default=[1, 30, 1000])
     parser.add_argument("--queries", type=int, default=16)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES))
+    parser.add_argument("--backward", action="store_true")
     parser.add_argument("--inside", action="store_true", help="sums of P V in tensor cores alone")
     options = parser.parse_args()
     print("largest (and root mean square) error, in those of the materialised float32 formula")
@@ -134,6 +206,11 @@ def main() -> None:
                 q, k, v = (rng.standard_normal((n, width)) for n in (options.queries, keys, keys))
                 q = q * scale
                 q, k, v = (x.astype("f4") for x in (q, k, v))
+                if options.backward:
+                    print(f"d={width} keys={keys} scale={scale:g}")
+                    dout = rng.standard_normal((len(q), width)).astype("f4")
+                    compare_gradients(q, k, v, dout, options.schemes)
+                    continue
                 right = materialised(*(x.astype("f8") for x in (q, k, v)))
 
                 def errors(x, right=right):

@@ -86,14 +86,14 @@ class Report:
         ]
 
 
-def header(device: Device) -> dict[str, str]:
+def header(device: Device, module: str = "bench") -> dict[str, str]:
     """Machine, date and command, and the versions of what has been imported so far."""
     set_here = [name for name in _SETTINGS if name in os.environ]
     settings = [f"{name}={shlex.quote(os.environ[name])}" for name in set_here]
     return device.describe() | {
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join([*settings, shlex.join(["python", "-m", "bench", *sys.argv[1:]])]),
+        "command": " ".join([*settings, shlex.join(["python", "-m", module, *sys.argv[1:]])]),
     }
 
 

@@ -13,10 +13,11 @@
 // The two share dQ, BLOCK_Q x HEAD_DIM, by rows where there are 128 queries, by columns with 64.
 //
 //   thread       waits for                 then
-//   copying      kv_, q_, o_, work_empty   copies, which complete k_full, v_full, q_full, o_full
+//   copying      work_empty                says what the work is, arrives at work_full
+//                kv_, q_, o_empty          copies, which complete k_full, v_full, q_full, o_full
 //   computing    k, v, q, o_full           products; a lane of each warp arrives at *_empty
 //                dq_empty                  writes its part of dQ, arrives at dq_full
-//   adding       k_full, for the work      arrives at work_empty
+//   adding       work_full                 arrives at work_empty
 //                dq_full                   adds that to dQ in memory, arrives at dq_empty
 //   named barriers: 1, the computing ones: dS is there, or may be written; 2 + w: warpgroup w
 //
@@ -63,7 +64,8 @@ struct Shared {
   STile::Storage ds[2];
   __align__(16) float dq[DQ_STAGES][kGroups][kDqPart];
   Work work[2];
-  unsigned long long k_full, v_full, kv_empty, work_empty[2], dq_full[2], dq_empty[DQ_STAGES];
+  unsigned long long k_full, v_full, kv_empty, work_full[2], work_empty[2], dq_full[2],
+      dq_empty[DQ_STAGES];
 };
 static_assert(sizeof(STile::Storage) >= 64 * 128 * 2, "dK or dV of a warpgroup fits");
 static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
@@ -121,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const unsigned ds_tiles = shared_address(&shared.ds), dq_parts = shared_address(&shared.dq);
   const unsigned k_full = shared_address(&shared.k_full), v_full = shared_address(&shared.v_full);
   const unsigned kv_empty = shared_address(&shared.kv_empty);
+  const unsigned work_full = shared_address(&shared.work_full);
   const unsigned work_empty = shared_address(&shared.work_empty);
   const unsigned dq_full = shared_address(&shared.dq_full);
   const unsigned dq_empty = shared_address(&shared.dq_empty);
@@ -129,8 +132,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefetch(maps.q), prefetch(maps.k), prefetch(maps.v), prefetch(maps.dout);
     barrier_init(k_full, 1), barrier_init(v_full, 1), barrier_init(kv_empty, 4 * kGroups);
     shared.q.init(4 * kGroups), shared.dout.init(4 * kGroups);
-    for (int i = 0; i < 2; ++i)
-      barrier_init(dq_full + 8 * i, 4 * kGroups), barrier_init(work_empty + 8 * i, 4 * kGroups + 2);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(work_full + 8 * i, 1), barrier_init(work_empty + 8 * i, 4 * kGroups + 2);
+      barrier_init(dq_full + 8 * i, 4 * kGroups);
+    }
     for (int i = 0; i < DQ_STAGES; ++i) barrier_init(dq_empty + 8 * i, 1);
     barrier_init_fence();
   }
@@ -152,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         // In the order in which blocks ask for them, so that none waits for a turn of one that has
         // not begun.
         work = Work(p, count_up_from(p.tickets));
+        barrier_arrive(work_full + 8 * (job % 2));
         int q_head = work.head * p.group, q0 = work.q_last;
-        if (work.total > 0) shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+        if (work.total > 0) shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2);
         barrier_wait(kv_empty, job % 2 ^ 1);
         if (work.total > 0) {
           load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
@@ -164,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (work.total < 0) return;
 #pragma unroll 1
         for (int n = 0; n < work.total; ++n, ++i, work.step(q0, q_head)) {
-          if (n > 0) shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
-          shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+          if (n > 0) shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2);
+          shared.dout.copy(i, maps.dout, p, q0, q_head, work.batch, p.delta);
         }
       }
     } else if (role <= 2) {
@@ -173,7 +179,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const unsigned parity = role - 1;
 #pragma unroll 1
       for (int job = 0;; ++job) {
-        barrier_wait(k_full, job % 2);
+        // Not k_full, which may be two phases on: a tile of keys with one tile of queries is over
+        // while this thread still waits for its tile of the keys before.
+        barrier_wait(work_full + 8 * (job % 2), job / 2 % 2);
         const Work& work = shared.work[job % 2];
         if (work.total < 0) return;
         int q_head = work.head * p.group, q0 = work.q_last;

@@ -18,9 +18,18 @@
 //   warpgroup 0   p_empty            writes P, arrives at p_full
 //   warpgroup 1   p_full             reads it, arrives at p_empty
 //
-// Options: as bwd_sm90.cu, but for those about dS and dQ.
-// Source: Dao 2023, arXiv:2307.08691, algorithm 2, its sums over queries.
+// With SPLIT arrays are float32, of which split.cu has made float16 numbers, as for fwd_sm90.cu.
+// Powers of two are those of rows; a row of P or dS, times those of the queries it is multiplied
+// with, is brought into float16's range by one for each tile. Sums over queries would be cut, not
+// rounded: the product of a tile begins with 0, and is added to dV or dK on CUDA cores. lse is off
+// by what float32 leaves of it, and so are all P of a row by the same factor: bwd_sm90_q, which
+// comes before, has its inverse, as it finds it in the same S, bit for bit.
+//
+// Options: as bwd_sm90.cu, but for those about dS and dQ; SPLIT as in fwd_sm90.cu; P_STAGES
+// (buffers for P); STATS_KEYS (rows of a head in k_factors and v_factors are filled up to a
+// multiple of it). Source: Dao 2023, arXiv:2307.08691, algorithm 2, its sums over queries.
 #include "softmax.cuh"
+#include "split.cuh"
 #include "warpgroup.cuh"
 #include "work.cuh"
 
@@ -28,17 +37,26 @@ constexpr int BLOCK_K = 64;
 constexpr int kComputing = 256, kThreads = kComputing + 128;
 constexpr int kCopyingRegisters = 24, kComputingRegisters = 240;  // 168 each to begin with
 
-using KTile = Tile<BLOCK_K, 64 * slabs(HEAD_DIM), kComputing>;
-using VTile = Tile<BLOCK_K, 64 * slabs(VALUE_DIM), kComputing>;
-using QTile = Tile<BLOCK_Q, 64 * slabs(HEAD_DIM), kComputing>;
-using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
+#if SPLIT
+using Stored = float;
+#else
+using Stored = ELEMENT;
+#endif
+constexpr int kParts = SPLIT == 2 ? 2 : 1;
+using KTile = Tile<BLOCK_K, kParts * 64 * slabs(HEAD_DIM), kComputing>;
+using VTile = Tile<BLOCK_K, kParts * 64 * slabs(VALUE_DIM), kComputing>;
+using QTile = Tile<BLOCK_Q, kParts * 64 * slabs(HEAD_DIM), kComputing>;
+using OTile = Tile<BLOCK_Q, kParts * 64 * slabs(VALUE_DIM), kComputing>;
+// Numbers of a row: lse or delta; with SPLIT, the factor too, and with lse the weight.
+using QRing = Ring<QTile, SPLIT ? 3 : 1>;
+using ORing = Ring<OTile, SPLIT ? 2 : 1>;
 using Work = KeyWork<BLOCK_K, BLOCK_Q>;
 
 struct Shared {
   KTile::Storage k;
   VTile::Storage v;
-  Ring<QTile> q;
-  Ring<OTile> dout;
+  QRing q;
+  ORing dout;
   __align__(16) float p[P_STAGES][BLOCK_Q / 8][128][4];
   Work work;
   unsigned long long k_full, v_full, p_full[P_STAGES], p_empty[P_STAGES];
@@ -51,10 +69,12 @@ struct TensorMaps {
 
 // What one of the two computing warpgroups does: of keys A and the ring B it makes the first
 // product, of that and the ring C the sum.
-template <bool kFirst, int kWidth, class ATile, class BTile, class CTile>
+template <bool kFirst, int kWidth, class ATile, class BRing, class CRing>
 DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a_full,
-                    const Ring<BTile>& b_ring, const Ring<CTile>& c_ring, const Array& to,
-                    float factor, int width) {
+                    const BRing& b_ring, const CRing& c_ring, const Array& to, float factor,
+                    int width, const float* row_factors) {
+  using BTile = typename BRing::Tile;
+  using CTile = typename CRing::Tile;
   constexpr int kDepth = kFirst ? HEAD_DIM : VALUE_DIM;
   const Work& work = shared.work;  // there, and not in registers
   const Scores scores(p.scale, p.softcap);
@@ -62,20 +82,47 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
   const unsigned p_empty = shared_address(&shared.p_empty);
   const unsigned p_tiles = shared_address(&shared.p) + threadIdx.x % 128 * 16;
   float x[1][BLOCK_Q / 8][4], sum[1][kWidth / 8][4];
-  unsigned rounded[BLOCK_Q / 16][4];
+  // Of a tile, with SPLIT, so many columns at a time.
+  constexpr int kSlice = SPLIT && kWidth > 128 ? 64 : kWidth;
+  static_assert(kWidth % kSlice == 0, "whole slices");
+  float part[kSlice / 8][4];
+  unsigned rounded[kParts][BLOCK_Q / 16][4];
+  float of_row[2] = {}, undo[2];   // with SPLIT, factors of rows of A, and of what is rounded
   auto multiply_ab = [&](int i) {  // start A B^T
     b_ring.wait(i);
-    multiply_transposed<ATile, BTile, kDepth>(x[0], a_tile, b_ring.tile(i));
+    multiply_transposed<ATile, BTile, kDepth, kParts, true>(x[0], a_tile, b_ring.tile(i));
   };
-  auto accumulate = [&](int i) {
+  auto accumulate = [&](int i, int slice = 0) {
     c_ring.wait(i);
-    multiply<CTile>(sum[0], rounded, c_ring.tile(i));
+    multiply<CTile>(first_if<SPLIT != 0>(part, sum[0]), rounded,
+                    c_ring.tile(i) + slice * (kSlice / 64 * CTile::kSlabBytes), !SPLIT);
+  };
+  // It is done, or its first slice is.
+  auto finish = [&](int i) {
+    if constexpr (SPLIT) {
+#pragma unroll
+      for (int slice = 0; slice < kWidth / kSlice; ++slice) {
+        if (slice > 0) {
+          accumulate(i, slice);
+          wgmma_wait<0>();
+        }
+        add_rows(sum[0], part, slice * kSlice, undo);
+      }
+    }
+    c_ring.release(i);
   };
 
   clear(sum);
   const int total = work.total;
   int q_head = work.head * p.group, q0 = work.q_last;
-  // From the first product to P, or from the other one and P to dS.
+  if constexpr (SPLIT) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = work.k0 + fragment_row<1>(0, r) - (kFirst ? 0 : 64);
+      if (key < p.sk) of_row[r] = row_factors[key] * (kFirst ? static_cast<float>(p.scale) : 1.0f);
+    }
+  }
+  // From the first product to P, or from the other one and P to dS; as an operand.
   auto elementwise = [&](int i) {
     const bool masked = q0 < work.queries(p, min(work.k0 + BLOCK_K, p.sk) - 1).lo ||
                         q0 + BLOCK_Q > work.queries(p, work.k0).hi || work.k0 + BLOCK_K > p.sk;
@@ -86,8 +133,21 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
                  [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; });
     };
     const unsigned p_tile = p_tiles + i % P_STAGES * sizeof(shared.p[0]);
+    if constexpr (SPLIT) {  // S - lse, or dP - delta
+#pragma unroll
+      for (int n = 0; n < BLOCK_Q / 8; ++n) {
+        const float2 number = b_ring.pair(i, n), of_column = b_ring.pair(i, n, 1);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& y = x[0][n][e];
+          y = fmaf(y * (e % 2 ? of_column.y : of_column.x), of_row[e / 2],
+                   -(e % 2 ? number.y : number.x));
+        }
+      }
+      c_ring.wait(i);  // for its factors
+    }
     if constexpr (kFirst) {
-      scores.transform(x);
+      if constexpr (!SPLIT) scores.transform(x);
       mask(-kInfinity);
       barrier_wait(p_empty + 8 * (i % P_STAGES), i / P_STAGES % 2 ^ 1);
     } else {
@@ -96,7 +156,8 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     }
 #pragma unroll
     for (int n = 0; n < BLOCK_Q / 8; ++n) {
-      const float2 number = b_ring.pair(i, n);
+      const float2 number = SPLIT ? c_ring.pair(i, n, 1) : b_ring.pair(i, n);
+      const float2 weight = SPLIT && kFirst ? b_ring.pair(i, n, 2) : float2{1, 1};
       const unsigned at = p_tile + n * 128 * 16;
       float other[4];
       if constexpr (!kFirst) load_shared16(other, at);
@@ -104,7 +165,13 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
       for (int e = 0; e < 4; ++e) {
         const float of_column = e % 2 ? number.y : number.x;
         float& y = x[0][n][e];
-        if constexpr (kFirst) {
+        if constexpr (SPLIT) {
+          if constexpr (kFirst)
+            other[e] = exp2_approx(y * kLog2e) * (e % 2 ? weight.y : weight.x), y = other[e];
+          else
+            y *= other[e];
+          y *= finite(of_column);
+        } else if constexpr (kFirst) {
           const float slope = fmaxf(scores.slope(y), 0.0f);  // -inf where masked
           y = exp2_approx(y * scores.unit - of_column);
           other[e] = y * slope;
@@ -116,7 +183,13 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive((kFirst ? p_full : p_empty) + 8 * (i % P_STAGES));
-    b_ring.release(i);
+    if constexpr (SPLIT) {
+      float power[2];
+      powers_for(x[0], power, undo);
+      split_to_operands(rounded, x[0], power);
+    } else {
+      round_to_operands(rounded[0], x[0]);
+    }
   };
 
   if (total > 0) {
@@ -124,29 +197,33 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     multiply_ab(0);
     wgmma_wait<0>();
     elementwise(0);
-    round_to_operands(rounded, x[0]);
     for (int i = 1; i < total; ++i) {
       work.step(q0, q_head);
       accumulate(i - 1);
+      b_ring.release(i - 1);  // its numbers have been loaded: they are in what is multiplied now
       multiply_ab(i);
       wgmma_wait<1>();
-      c_ring.release(i - 1);  // early: what is copied there next is needed in the next turn
+      finish(i - 1);  // early: what is copied there next is needed in the next turn
       wgmma_wait<0>();
       elementwise(i);
-      round_to_operands(rounded, x[0]);
     }
     accumulate(total - 1);
     wgmma_wait<0>();
+    finish(total - 1);
   }
-  const Slice rows(to, work.batch, work.head);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = work.k0 + fragment_row<1>(0, r) - (kFirst ? 0 : 64);
-    store_row<VECTOR>(rows, sum[0], r, factor, key, p.sk, width);
+    if constexpr (SPLIT) {
+      const Head<float> rows(to, work.batch, work.head);
+      if (key < p.sk) store_floats<VECTOR>(rows, sum[0], r, factor, key, width);
+    } else {
+      store_row<VECTOR>(Slice(to, work.batch, work.head), sum[0], r, factor, key, p.sk, width);
+    }
   }
 }
 
-extern "C" __global__ void row_delta(const Params p) { write_row_delta<ELEMENT, BLOCK_Q>(p); }
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<Stored, BLOCK_Q>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     bwd_sm90_kv(const Params p, const __grid_constant__ TensorMaps maps) {
@@ -168,24 +245,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const long long row0 =
+      SPLIT ? first_kv_row<STATS_KEYS>(p, shared.work.batch, shared.work.head) : 0;
   if (group == 0) {
     registers_raise<kComputingRegisters>();
     compute<true, VALUE_DIM, KTile>(p, shared, k_tile, k_full, shared.q, shared.dout, p.dv, 1.0f,
-                                    p.v_width);
+                                    p.v_width, p.k_factors + row0);
   } else if (group == 1) {
     registers_raise<kComputingRegisters>();
     compute<false, HEAD_DIM, VTile>(p, shared, v_tile, v_full, shared.dout, shared.q, p.dk, p.scale,
-                                    p.d);
+                                    p.d, p.v_factors + row0);
   } else {
     registers_lower<kCopyingRegisters>();
     const Work& work = shared.work;
     if (threadIdx.x > kComputing || work.total == 0) return;
     load<KTile>(k_tile, maps.k, k_full, work.k0, work.head, work.batch);
     int q_head = work.head * p.group, q0 = work.q_last;
+    auto copy_q = [&](int i) {
+#if SPLIT
+      shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2, p.q_factors, p.weights);
+#else
+      shared.q.copy(i, maps.q, p, q0, q_head, work.batch, p.lse_log2);
+#endif
+    };
+    auto copy_dout = [&](int i) {
+#if SPLIT
+      shared.dout.copy(i, maps.dout, p, q0, q_head, work.batch, p.delta, p.dout_factors);
+#else
+      shared.dout.copy(i, maps.dout, p, q0, q_head, work.batch, p.delta);
+#endif
+    };
     for (int i = 0; i < work.total; ++i, work.step(q0, q_head)) {
-      shared.q.copy(i, maps.q, p.lse_log2, p, q0, q_head, work.batch);
+      copy_q(i);
       if (i == 0) load<VTile>(v_tile, maps.v, v_full, work.k0, work.head, work.batch);
-      shared.dout.copy(i, maps.dout, p.delta, p, q0, q_head, work.batch);
+      copy_dout(i);
     }
   }
 }

@@ -84,17 +84,7 @@ struct TensorMaps {
   TensorMap q, k, v, out;
 };
 
-// Products of parts, the small ones first: low x high, high x low, high x high.
-constexpr int kFirstTerm = kParts == 2 ? 0 : 2;
 constexpr int kFactorBytes = SPLIT ? 4 : 0;
-
-template <bool kFirst, class First, class Second>
-DEVICE auto& first_if(First& first, Second& second) {
-  if constexpr (kFirst)
-    return first;
-  else
-    return second;
-}
 
 // Of tile `tile` of all.
 template <int kCount>
@@ -188,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Work work(p, index);
       const int blocks = work.blocks;
       const int kv_head = work.head / p.group, slot = job % Q_STAGES;
-      const int first_tile = SPLIT ? kv_tile(p, work.batch, work.head) + work.k_begin : 0;
+      const int first_tile = SPLIT ? kv_tile<BLOCK_K>(p, work.batch, work.head) + work.k_begin : 0;
       // From the last key block to the first: a ragged end comes when all is still to do. K goes
       // before Q, whose buffer may still be in use, and before the V of the block before.
 #if SPLIT
@@ -213,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         work.head, work.batch, kFactorBytes * kQFactors);
             if (SPLIT)
               load_factors<kQFactors>(shared.q_factors[slot], p.q_factors,
-                                      q_tile(p, work.batch, work.head, work.q0), q_full + 8 * slot);
+                                      q_tile<BLOCK_Q>(p, work.batch, work.head, work.q0),
+                                      q_full + 8 * slot);
           } else {
             barrier_arrive(q_full + 8 * slot);
           }
@@ -253,37 +244,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto wait_for_k = [&] { barrier_wait(k_full + 8 * (turn % STAGES), turn / STAGES % 2); };
   // Start S = Q K^T.
   auto multiply_qk = [&] {
-    const unsigned q =
-        hidden(operand(q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128));
-    const unsigned k = hidden(operand(k_tiles + turn % STAGES * sizeof(KTile::Storage)));
-    constexpr int kLow = 4 * slabs(HEAD_DIM);  // the low part's first 16 columns
-    wgmma_fence();
-#pragma unroll
-    for (int term = kFirstTerm; term < 3; ++term)
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM / 16; ++i)
-        wgmma<false>(s[0], q + columns_at<QTile>(i + (term == 0) * kLow),
-                     k + columns_at<KTile>(i + (term == 1) * kLow), term > kFirstTerm || i > 0);
-    wgmma_commit();
+    multiply_transposed<QTile, KTile, HEAD_DIM, kParts>(
+        s[0], q_tiles + job % Q_STAGES * sizeof(QTile::Storage) + group * 64 * 128,
+        k_tiles + turn % STAGES * sizeof(KTile::Storage));
   };
   // Start O += P V, for the block of the turn before; with SPLIT, a slice of it.
   bool adds = false;  // else O = P V
   auto multiply_pv = [&](int slice = 0) {
     const int stage = (turn - 1) % STAGES;
     barrier_wait(v_full + 8 * stage, (turn - 1) / STAGES % 2);
-    const unsigned v = operand(v_tiles + stage * sizeof(VTile::Storage), VTile::kSlabBytes) +
-                       slice * (kSlice / 64 * VTile::kSlabBytes >> 4);
-    constexpr int kLow = slabs(VALUE_DIM) * VTile::kSlabBytes >> 4;
-    auto& sums = first_if<SPLIT != 0>(part, o[0]);
-    wgmma_fence();
-#pragma unroll
-    for (int term = kFirstTerm; term < 3; ++term)
-#pragma unroll
-      for (int i = 0; i < BLOCK_K / 16; ++i)
-        wgmma<true>(sums, probabilities[kParts - 1 & term == 0][i],
-                    v + (term == 1) * kLow + rows_at(i),
-                    term > kFirstTerm || i > 0 || (!SPLIT && adds));
-    wgmma_commit();
+    multiply<VTile>(
+        first_if<SPLIT != 0>(part, o[0]), probabilities,
+        v_tiles + stage * sizeof(VTile::Storage) + slice * (kSlice / 64 * VTile::kSlabBytes),
+        !SPLIT && adds);
     adds = true;
   };
   // It is done: its buffer is free.
@@ -304,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   auto round = [&] {
     if constexpr (SPLIT)
-      split_to_operands(probabilities, s[0]);
+      split_to_operands(probabilities, s[0], {kOfProbabilities, kOfProbabilities});
     else
       round_to_operands(probabilities[0], s[0]);
   };

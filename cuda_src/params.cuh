@@ -18,7 +18,11 @@ struct Params {
   float* dq_sum;  // of bwd_sm80 and bwd_sm90: dQ in tiles
   int* counters;  // backward: turns taken at dQ, from 0; on Hopper it may be null
   int* tickets;   // fwd_sm90, or null, and bwd_sm90: tiles given out, from 0
-  float *q_factors, *k_factors, *v_factors;  // of split.cu, whose results are dq, dk and dv
+  // Of split.cu: parts of float32 arrays, a row after the other, and what undoes their powers of
+  // two.
+  float *q_factors, *k_factors, *v_factors, *dout_factors;
+  void *q_parts, *k_parts, *v_parts, *dout_parts;
+  float* weights;  // of bwd_sm90_q, for bwd_sm90_kv: of rows of P in float32
   int batch, heads, group, sq, sk, d, v_width;
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time

@@ -205,17 +205,23 @@ struct OnlineSoftmax {
   }
 };
 
-// What the backward passes begin with: delta, and lse in base 2. Rows of a head are filled up to a
-// multiple of kMultiple, and those get P = 0.
+// What the backward passes begin with: delta, and lse in base 2, or of float32 as it is. Rows of a
+// head are filled up to a multiple of kMultiple, and those get P = 0.
 template <class Element, int kMultiple>
 DEVICE void write_row_delta(const Params& p) {
+  constexpr bool kFloat = sizeof(Element) == sizeof(float);
   auto also = [&](long long row, int batch, int head, int i) {
     if (threadIdx.x % 32) return;
     // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0; so must one that
     // does not exist.
     const float* lse = static_cast<const float*>(p.lse) + first_row(p, batch, head);
     const float of_row = i < p.sq ? lse[i] : -kInfinity;
-    static_cast<float*>(p.lse_log2)[row] = of_row == -kInfinity ? kInfinity : of_row * kLog2e;
+    if (kFloat) p.weights[row] = 1;
+    static_cast<float*>(p.lse_log2)[row] =
+        of_row == -kInfinity ? kInfinity : of_row * (kFloat ? 1.0f : kLog2e);
   };
-  write_delta<float, unsigned short, kMultiple>(p, to_float<Element>, also);
+  if constexpr (kFloat)
+    write_delta<float, float, kMultiple>(p, [](float x) { return x; }, also);
+  else
+    write_delta<float, unsigned short, kMultiple>(p, to_float<Element>, also);
 }

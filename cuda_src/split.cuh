@@ -11,14 +11,39 @@ DEVICE void split_pair(unsigned& high, unsigned& low, float a, float b) {
   low = pack<Half>(a - to_float<Half>(high), b - to_float<Half>(high >> 16));
 }
 
+// The power of two for numbers of which the largest is this; the factor that undoes it.
+DEVICE float power_for(float largest, float& factor) {
+  // 268 - exponent has largest * power in 2^14 .. 2^15; 2^111 at most, so that factors, also those
+  // of V divided by kOfProbabilities, are normal numbers.
+  const unsigned biased = min(268 - (__builtin_bit_cast(unsigned, largest) >> 23), 238u);
+  factor = __builtin_bit_cast(float, 254 - biased << 23);
+  return __builtin_bit_cast(float, biased << 23);
+}
+
+template <bool kFirst, class First, class Second>
+DEVICE auto& first_if(First& first, Second& second) {
+  if constexpr (kFirst)
+    return first;
+  else
+    return second;
+}
+
 // Factors undo the powers of two: a row of Q or K has one, a tile of V one for each column. They
 // lie in the order of the tiles of all heads: this is the number of a tile.
+template <int kRows>
 DEVICE int q_tile(const Params& p, int batch, int head, int q0) {
-  return (batch * p.heads + head) * (filled_up(p.sq, BLOCK_Q) / BLOCK_Q) + q0 / BLOCK_Q;
+  return (batch * p.heads + head) * (filled_up(p.sq, kRows) / kRows) + q0 / kRows;
 }
 // The first one of K and V that a query head sees.
+template <int kRows>
 DEVICE int kv_tile(const Params& p, int batch, int head) {
-  return (batch * (p.heads / p.group) + head / p.group) * (filled_up(p.sk, BLOCK_K) / BLOCK_K);
+  return (batch * (p.heads / p.group) + head / p.group) * (filled_up(p.sk, kRows) / kRows);
+}
+
+// Where the factors of a key/value head's rows begin, filled up to a multiple.
+template <int kMultiple>
+DEVICE long long first_kv_row(const Params& p, int batch, int kv_head) {
+  return (batch * 1ll * (p.heads / p.group) + kv_head) * filled_up(p.sk, kMultiple);
 }
 
 // --- fragments of a warpgroup
@@ -50,21 +75,50 @@ DEVICE void add_scaled(float (&o)[kAll][4], const float (&c)[kN][4], int column0
   }
 }
 
-// Probabilities as left operands: one part, or both.
+// Accumulators, each of a thread's two rows times a factor, as left operands: one part, or both.
 template <int kParts, int kN>
-DEVICE void split_to_operands(unsigned (&parts)[kParts][kN / 2][4], const float (&p)[kN][4]) {
+DEVICE void split_to_operands(unsigned (&parts)[kParts][kN / 2][4], const float (&c)[kN][4],
+                              const float (&factor)[2]) {
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i)
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const float (&two)[4] = p[2 * i + r / 2];
-      const float a = two[r % 2 * 2] * kOfProbabilities, b = two[r % 2 * 2 + 1] * kOfProbabilities;
+      const float (&two)[4] = c[2 * i + r / 2];
+      const float a = two[r % 2 * 2] * factor[r % 2], b = two[r % 2 * 2 + 1] * factor[r % 2];
       if constexpr (kParts == 2)
         split_pair(parts[0][i][r], parts[1][i][r], a, b);
       else
         parts[0][i][r] = pack<Half>(a, b);
     }
 }
+
+// A power of two for each of a thread's two rows of accumulators, and the factors that undo them.
+template <int kN>
+DEVICE void powers_for(const float (&c)[kN][4], float (&power)[2], float (&undo)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = 0;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+      largest = fmaxf(largest, fmaxf(fabsf(c[n][2 * r]), fabsf(c[n][2 * r + 1])));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    power[r] = power_for(largest, undo[r]);
+  }
+}
+
+// sum += c, times a factor for each of a thread's two rows; from this column of sum on.
+template <int kN, int kAll>
+DEVICE void add_rows(float (&sum)[kAll][4], const float (&c)[kN][4], int column0,
+                     const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[column0 / 8 + n][e] += c[n][e] * factor[e / 2];
+}
+
+// A factor that makes 0 of 0, also where it is infinite.
+DEVICE float finite(float factor) { return fminf(factor, 0x1.fffffep127f); }
 
 // Row `row` of an array, half r of a fragment times a factor.
 template <bool kVector, int kN>

@@ -41,25 +41,45 @@ DEVICE constexpr int rows_at(int i) { return i * (16 * 128 >> 4); }
 // Through a shuffle: else the compiler keeps sums of addresses in registers.
 DEVICE unsigned hidden(unsigned operand) { return __shfl_sync(~0u, operand, 0); }
 
+// Products of operands that are sums of kParts, which lie side by side: high, then low. The small
+// ones first: low x high, high x low, high x high.
+DEVICE constexpr int first_term(int parts) { return parts == 2 ? 0 : 2; }
+
 // Start c = a b^T, of tiles at these addresses, summed over kDepth columns.
-template <class A, class B, int kDepth, int kN>
+// kRightFirst: high x low before low x high, so that b a^T has the same bits.
+template <class A, class B, int kDepth, int kParts = 1, bool kRightFirst = false, int kN>
 DEVICE void multiply_transposed(float (&c)[kN][4], unsigned a_tile, unsigned b_tile) {
   const unsigned a = hidden(operand(a_tile)), b = hidden(operand(b_tile));
+  constexpr int kLow = 4 * slabs(kDepth);  // the low part's first 16 columns
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kDepth / 16; ++i)
-    wgmma<false>(c, a + columns_at<A>(i), b + columns_at<B>(i), i > 0);
+  for (int term = first_term(kParts); term < 3; ++term)
+#pragma unroll
+    for (int i = 0; i < kDepth / 16; ++i)
+      wgmma<false>(c, a + columns_at<A>(i + (term == kRightFirst) * kLow),
+                   b + columns_at<B>(i + (term == !kRightFirst) * kLow),
+                   term > first_term(kParts) || i > 0);
   wgmma_commit();
 }
 // Start c += a b, or c = a b, of what is in registers and a tile, summed over the tile's rows.
+template <class B, int kParts, int kSteps, int kN>
+DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kParts][kSteps][4], unsigned b_tile,
+                     bool adds) {
+  const unsigned b = operand(b_tile, B::kSlabBytes);
+  constexpr int kLow = B::kWidth / 64 / kParts * B::kSlabBytes >> 4;
+  wgmma_fence();
+#pragma unroll
+  for (int term = first_term(kParts); term < 3; ++term)
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      wgmma<true>(c, a[kParts - 1 & term == 0][i], b + (term == 1) * kLow + rows_at(i),
+                  term > first_term(kParts) || i > 0 || adds);
+  wgmma_commit();
+}
 template <class B, int kSteps, int kN>
 DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kSteps][4], unsigned b_tile,
                      bool adds = true) {
-  const unsigned b = operand(b_tile, B::kSlabBytes);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) wgmma<true>(c, a[i], b + rows_at(i), i > 0 || adds);
-  wgmma_commit();
+  multiply<B>(c, reinterpret_cast<const unsigned (&)[1][kSteps][4]>(a), b_tile, adds);
 }
 
 // Accumulators, rounded, as the left operand of a product that is summed over their columns: for
@@ -129,12 +149,13 @@ DEVICE void store_row(const Slice& to, const float (&c)[kN][4], int r, float fac
 
 constexpr int kStages = 2;  // buffers
 
-// In shared memory: buffers for tiles of q (or dout), for a number of each row, and their barriers.
+// In shared memory: buffers for tiles of q (or dout), for numbers of each row, and their barriers.
 // Tiles are numbered through the block's life.
-template <class T>
+template <class T, int kNumbers = 1>
 struct Ring {
+  using Tile = T;
   typename T::Storage tiles[kStages];
-  __align__(16) float numbers[kStages][T::kRows];  // lse in base 2 (or delta)
+  __align__(16) float numbers[kStages][kNumbers][T::kRows];  // the first: lse in base 2 (or delta)
   unsigned long long full[kStages], empty[kStages];
 
   DEVICE void init(int warps) {  // so many release a tile
@@ -142,25 +163,31 @@ struct Ring {
       barrier_init(shared_address(&full[i]), 1), barrier_init(shared_address(&empty[i]), warps);
   }
   // By one thread: tile i, of queries q0 .., when its buffer is free.
-  DEVICE void copy(int i, const TensorMap& map, const void* all_numbers, const Params& p, int q0,
-                   int head, int batch) {
+  template <class... Numbers>
+  DEVICE void copy(int i, const TensorMap& map, const Params& p, int q0, int head, int batch,
+                   const Numbers*... all_numbers) {
+    static_assert(sizeof...(all_numbers) == kNumbers, "one array for each number");
     const int stage = i % kStages;
     const long long row = first_row(p, batch, head, T::kRows) + q0;
     const unsigned barrier = shared_address(&full[stage]);
     barrier_wait(shared_address(&empty[stage]), i / kStages % 2 ^ 1);
     load<T>(shared_address(&tiles[stage]), map, barrier, q0, head, batch, sizeof(numbers[0]));
-    bulk_load(shared_address(&numbers[stage]), static_cast<const float*>(all_numbers) + row,
-              barrier, sizeof(numbers[0]));
+    int n = 0;
+    (bulk_load(shared_address(&numbers[stage][n++]), static_cast<const float*>(all_numbers) + row,
+               barrier, sizeof(numbers[0][0])),
+     ...);
   }
   DEVICE void wait(int i) const {
     barrier_wait(shared_address(&full[i % kStages]), i / kStages % 2);
   }
-  DEVICE void release(int i) const {  // by each warp
+  // By each warp, when the numbers have been used: an arrival may overtake loads under way.
+  DEVICE void release(int i) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&empty[i % kStages]));
   }
   DEVICE unsigned tile(int i) const { return shared_address(&tiles[i % kStages]); }
   // Of a fragment's columns 8 n .., which are queries here, the numbers of this thread's two.
-  DEVICE float2 pair(int i, int n) const {
-    return *reinterpret_cast<const float2*>(numbers[i % kStages] + 8 * n + fragment_column());
+  DEVICE float2 pair(int i, int n, int which = 0) const {
+    return *reinterpret_cast<const float2*>(numbers[i % kStages][which] + 8 * n +
+                                            fragment_column());
   }
 };

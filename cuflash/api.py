@@ -36,7 +36,7 @@ def flash_attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    precision: str | None = None,
+    precision: str = "float32",
     return_lse: bool = False,
     out: Any = None,
     backend: str | None = None,
@@ -63,10 +63,12 @@ def flash_attention(
         "The last W tokens" is ``(W - 1, 0)``. Holds together with `causal`, and has its anchor.
     softcap : float, optional
         Scores become ``softcap * tanh(scale * q k^T / softcap)``, before any mask.
-    precision : {None, "tf32"}, optional
-        "tf32": products of float32 numbers may round them to 11 bits, where that is faster (raw
-        CUDA on Hopper). By default nothing is rounded to fewer bits than float32 has. Other dtypes
-        take no notice.
+    precision : {"float32", "ieee", "tf32"}, optional
+        How float32 numbers are multiplied; other dtypes take no notice. "ieee": by float32
+        multiply-adds. "float32": in the fastest way whose error is at most twice that of the
+        formula in float32; raw CUDA on Hopper makes two float16 numbers of each. "tf32": rounded
+        to 11 bits where that is faster (raw CUDA on Hopper), with errors of some 2**-11. CuPy's
+        own switch, CUPY_TF32, is about its own products and changes nothing here.
     return_lse : bool, optional
         Also return the log-sum-exp of each row.
     out : array, shape (..., H, Sq, Dv), optional
@@ -147,6 +149,7 @@ def flash_attention_grad(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    precision: str = "float32",
     dlse: Any = None,
     deterministic: bool = False,
     backend: str | None = None,
@@ -162,7 +165,7 @@ def flash_attention_grad(
         As given to `flash_attention`, with the same options.
     out, lse : array, shapes (..., H, Sq, Dv) and (..., H, Sq)
         What `flash_attention` returned with ``return_lse=True``.
-    scale, causal, window, softcap, backend, config : optional
+    scale, causal, window, softcap, precision, backend, config : optional
         As in `flash_attention`; they must be the ones that `out` was computed with.
     dlse : array, shape (..., H, Sq), optional
         Gradient of the loss with respect to `lse`, in its dtype.
@@ -201,7 +204,7 @@ def flash_attention_grad(
     lse, lse_facts = look("lse", lse)
     dlse, dlse_facts = (None, None) if dlse is None else look("dlse", dlse)
     facts = q_facts, k_facts, v_facts, dout_facts, out_facts, lse_facts, dlse_facts
-    options = scale, causal, window_sides(window), softcap, None
+    options = scale, causal, window_sides(window), softcap, precision
     plan = _planned(facts, *options, backend, config)
     with _on_device(plan.xp, plan.device):
         q4, k4, v4 = on_axes(4, q), on_axes(4, k), on_axes(4, v)
@@ -219,7 +222,7 @@ def warmup(
     dv: int | None = None,
     *,
     softcap: float | None = None,
-    precision: str | None = None,
+    precision: str = "float32",
     backward: bool = True,
     backend: str | None = None,
 ) -> None:
@@ -233,7 +236,7 @@ def warmup(
         Widths of queries and keys, and of values (`d` by default).
     softcap : float, optional
         Whether a softcap will be used: any value compiles the same kernel.
-    precision : {None, "tf32"}, optional
+    precision : {"float32", "ieee", "tf32"}, optional
         As in `flash_attention`.
     backward : bool, optional
         Whether to compile the backward pass too.
@@ -259,7 +262,7 @@ def warmup(
     options: dict[str, Any] = {"softcap": softcap, "precision": precision, "backend": backend}
     out, lse = flash_attention(q, k, v, return_lse=True, **options)
     if backward:
-        flash_attention_grad(out, q, k, v, out, lse, softcap=softcap, backend=backend)
+        flash_attention_grad(out, q, k, v, out, lse, **options)
 
 
 def merge_attention(outs: Any, lses: Any) -> tuple[Any, Any]:

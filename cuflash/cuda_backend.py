@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from . import _compile
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), ten pointers, sizes, numbers.
-PARAMS = struct.Struct("50q12i2d")
+#: Params of params.cuh: eight arrays (pointer and four strides), 16 pointers, sizes, numbers.
+PARAMS = struct.Struct("56q12i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -74,26 +74,30 @@ class HopperBackward(NamedTuple):
 
     streamed: int
     dq_stages: int  # buffers for dQ
-    together: int = 32  # heads that are worked on at a time
+    # Heads that are worked on at a time. 16 are 1 to 4 % faster than 32, at S = 512 and 8192.
+    together: int = 16
     # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: they
     # cost 1 to 6 % there, and 30 % with 2 heads.
     turns_from: int = 16
 
 
 class HopperTwoPass(NamedTuple):
-    """The same where dK and dV are too wide for that: two passes, of seven products.
+    """The same where dK and dV are too wide for that, or float32: two passes, of seven products.
 
-    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past 128
-    queries in the pass for dQ.
+    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past `queries`
+    in the pass for dQ.
     """
 
     streamed: int
     keys: int
     p_stages: int = 2  # buffers for P between the warpgroups
     together: int = 8  # heads that are worked on at a time
+    parts: int = 0  # as in HopperTiles
+    queries: int = 128  # of the pass for dQ, 64 a computing warpgroup
 
 
 OnHopper = HopperBackward | HopperTwoPass
+SplitTiles = HopperTiles | HopperTwoPass
 Portable = Tiles | WideTiles
 Table = dict[int, list[Portable]]
 
@@ -150,6 +154,13 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
+}
+# float32 as above, up to the width that shared memory has room for.
+BACKWARD_HOPPER_32: dict[int, OnHopper] = {
+    64: HopperTwoPass(128, 64, 1, parts=2),
+    128: HopperTwoPass(64, 48, 1, parts=2),
+    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),
+    256: HopperTwoPass(16, 16, 1, parts=2, queries=64),
 }
 _BACKWARD_16: Table = {
     64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
@@ -274,7 +285,8 @@ def backward_steps(
     if isinstance(tiles, HopperBackward):
         return _sm90_steps(problem, tiles, vector)
     if isinstance(tiles, HopperTwoPass):
-        return _sm90_two_pass_steps(problem, tiles, vector)
+        steps = _sm90_two_pass_steps(problem, tiles, vector)
+        return [split_step(problem, tiles, vector), *steps] if tiles.parts else steps
     if isinstance(tiles, WideTiles):
         return _wide_steps(problem, tiles, vector)
     steps = _simt_steps if problem.dtype in REALS else _sm80_steps
@@ -359,22 +371,30 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 
 
 def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
+    parts = max(tiles.parts, 1)
+    d, dv = (parts * _rounded_up(width, 64) for width in (problem.d, problem.dv))
     queries, keys = tiles.streamed, tiles.keys  # of the passes for dK and dV, and for dQ
 
-    def step(file, entry, macros, shared):
-        return _16_bit_variant(file, entry, problem, 12, vector, macros, shared)
+    def step(file, entry, macros, shared, warps=12):
+        macros = {"SPLIT": tiles.parts, **macros}
+        for name, width in (("HEAD_DIM", problem.d), ("VALUE_DIM", problem.dv)):
+            if tiles.parts and width > 128:  # whole slices
+                macros[name] = _rounded_up(width, 64)
+        return _16_bit_variant(file, entry, problem, warps, vector, macros, shared)
 
-    shared = _slab_bytes(64, d) + _slab_bytes(64, dv) + _rings_bytes(queries, d, dv)
+    shared = _slab_bytes(64, d) + _slab_bytes(64, dv)
+    shared += _rings_bytes(queries, d, dv, (3, 2) if tiles.parts else (1, 1))
     shared += tiles.p_stages * 4 * queries * 64 + KIB
-    of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages}, shared
-    shared = sum(_slab_bytes(128 + 2 * keys, width) for width in (d, dv)) + KIB
-    of_q = {"BLOCK_K": keys, "STATS_ROWS": queries}, shared
+    of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages, "STATS_KEYS": keys}, shared
+    shared = sum(_slab_bytes(tiles.queries + 2 * keys, width) for width in (d, dv))
+    shared += _rounded_up(104 + 16 * (keys if tiles.parts else 4), KIB)  # barriers, and factors
+    macros = {"BLOCK_Q": tiles.queries, "BLOCK_K": keys, "STATS_ROWS": queries}
+    of_q = macros, shared, 4 + tiles.queries // 16
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
         (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
+        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // tiles.queries)),
         (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
-        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // 128)),
     ]
 
 
@@ -425,11 +445,11 @@ def _slab_bytes(rows: int, width: int) -> int:
     return 2 * rows * _rounded_up(width, 64)
 
 
-def _rings_bytes(queries: int, d: int, dv: int) -> int:
-    """Of two struct Ring: two tiles of q or dout, with a number of each row, and barriers."""
+def _rings_bytes(queries: int, d: int, dv: int, numbers: tuple[int, int] = (1, 1)) -> int:
+    """Of two struct Ring: two tiles of q or dout, with numbers of each row, and barriers."""
     return sum(
-        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries + 4 * 8, KIB)
-        for width in (d, dv)
+        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries * n + 4 * 8, KIB)
+        for width, n in zip((d, dv), numbers, strict=True)
     )
 
 
@@ -470,19 +490,31 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     return _16_bit_variant("fwd_sm90", "fwd_sm90", problem, warps, vector, macros, shared[q_stages])
 
 
-def split_step(p: Problem, tiles: HopperTiles, vector: bool) -> tuple[Variant, int]:
-    """What comes before the kernel for float32, and of how many blocks."""
+def split_step(p: Problem, tiles: SplitTiles, vector: bool) -> tuple[Variant, int]:
+    """What comes before the kernels for float32, and of how many blocks."""
+    queries, keys = _split_rows(tiles)
     macros = {
         "PARTS": tiles.parts,
-        "BLOCK_Q": tiles.resident,
-        "BLOCK_K": tiles.streamed,
+        "BLOCK_Q": queries,
+        "BLOCK_K": keys,
         "HEAD_DIM": _rounded_up(p.d, 64),
         "VALUE_DIM": _rounded_up(p.dv, 64),
     }
-    variant = _variant("split", "split", 8, vector, macros, 8 * 32 * 8)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    of_v = -(-p.sk // tiles.streamed) * -(-p.dv // 64)  # a block for 64 columns of a tile
+    entry = "split" if isinstance(tiles, HopperTiles) else "split_rows"
+    variant = _variant("split", entry, 8, vector, macros, 8 * 32 * 8)
+    if entry == "split_rows":
+        rows = heads * _rounded_up(p.sq, queries) + heads_kv * _rounded_up(p.sk, keys)
+        return variant, -(-2 * rows // 8)
+    of_v = -(-p.sk // keys) * -(-p.dv // 64)  # a block for 64 columns of a tile
     return variant, heads * -(-p.sq // 8) + heads_kv * (-(-p.sk // 8) + of_v)
+
+
+def _split_rows(tiles: SplitTiles) -> tuple[int, int]:
+    """Factors of a head's queries, and of its keys, are filled up to multiples of these."""
+    if isinstance(tiles, HopperTiles):
+        return tiles.resident, tiles.streamed
+    return tiles.streamed, tiles.keys
 
 
 def _transform(problem: Problem) -> int:
@@ -571,9 +603,11 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         return Config(forward[row], BACKWARD_HOPPER[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     backward = first(backward_table, backward_bytes, shared_limit)
-    if on_hopper and problem.dtype == "float32" and not problem.softcap:
-        table = FORWARD_HOPPER_TF32 if problem.precision else FORWARD_HOPPER_32
-        return Config(table[next(w for w in table if w >= width)], backward)
+    split = problem.dtype == "float32" and problem.precision != "ieee" and not problem.softcap
+    if on_hopper and split:
+        table = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
+        row = next(w for w in table if w >= width)
+        return Config(table[row], BACKWARD_HOPPER_32[row])
     return Config(first(forward_table, forward_bytes, forward_limit), backward)
 
 
@@ -679,31 +713,57 @@ def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> N
 
     if _nothing_seen(problem, out, lse):
         return
-    nbytes, offsets, parts = split_memory(problem, tiles)
-    memory = cupy.ndarray(nbytes, cupy.uint8).data
-    starts = [memory.ptr + offset for offset in offsets]
+    memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
+    split = split_pointers(problem, tiles, memory.ptr)
     counter = _counter(problem)
-    pointers, (strides, aligned) = _described([q, k, v, out, q])  # dout is not there
-    plan = _forward_plan(q.data.device_id, problem, tiles, strides + parts, aligned)
-    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0, *starts[3:]]
-    _launch(plan, pointers + starts[:3], rows, starts[:3])
+    pointers, layout = _described([q, k, v, out])
+    plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
+    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0, *split]
+    _launch(plan, pointers, rows, split[4:7])
+
+
+def split_bytes(p: Problem, tiles: SplitTiles) -> int:
+    """Of what split.cu writes."""
+    return _split_memory(p, tiles)[0]
+
+
+def split_pointers(p: Problem, tiles: SplitTiles, start: int) -> list[int]:
+    """To factors of q, k, v and dout, to their parts, and to weights, in this memory."""
+    return [start + offset for offset in _split_memory(p, tiles)[1]]
 
 
 @functools.lru_cache(4096)
-def split_memory(p: Problem, tiles: HopperTiles) -> tuple[int, list[int], tuple]:
-    """Bytes for what split.cu writes; where in them the parts of q, k and v and their factors
-    begin; and the strides of the parts."""
-    d, dv = _rounded_up(p.d, 64), _rounded_up(p.dv, 64)
-    rows, rows_kv = p.batch * p.heads * p.sq, p.batch * p.heads_kv * p.sk
-    widths = [2 * tiles.parts * width for width in (d, d, dv)]  # bytes
-    k_tiles = p.batch * p.heads_kv * -(-p.sk // tiles.streamed)
-    q_factors = p.batch * p.heads * _rounded_up(p.sq, tiles.resident)
-    sizes = [n * width for n, width in zip((rows, rows_kv, rows_kv), widths, strict=True)]
-    sizes += [4 * n for n in (q_factors, k_tiles * tiles.streamed, k_tiles * dv)]
+def _split_memory(p: Problem, tiles: SplitTiles) -> tuple[int, list[int]]:
+    """Bytes, and where in them what split_pointers names begins."""
+    queries, keys = _split_rows(tiles)
+    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
+    all_rows = [heads * p.sq, heads_kv * p.sk, heads_kv * p.sk, heads * p.sq]
+    of_q, of_k = heads * _rounded_up(p.sq, queries), heads_kv * _rounded_up(p.sk, keys)
+    factors, weights = [of_q, of_k, of_k, of_q], of_q
+    if isinstance(tiles, HopperTiles):  # v has a factor for each column of a tile
+        all_rows[3] = factors[3] = weights = 0
+        factors[2] = of_k // keys * _rounded_up(p.dv, 64)
+    widths = split_widths(p, tiles)
+    sizes = [4 * n for n in factors]
+    sizes += [2 * rows * width for rows, width in zip(all_rows, widths, strict=True)]
+    sizes += [4 * weights]
     offsets = [0, *itertools.accumulate(_rounded_up(size, KIB) for size in sizes)]
-    shapes = zip(((p.heads, p.sq), (p.heads_kv, p.sk), (p.heads_kv, p.sk)), widths, strict=True)
-    strides = tuple([(h * s * width, s * width, width, 2) for (h, s), width in shapes])
-    return offsets[-1], offsets[:-1], strides
+    return offsets[-1], offsets[:-1]
+
+
+def split_widths(p: Problem, tiles: SplitTiles) -> list[int]:
+    """Of q, k, v and dout as float16 arrays: of all parts."""
+    return [tiles.parts * _rounded_up(width, 64) for width in (p.d, p.d, p.dv, p.dv)]
+
+
+def _parts_encoder(p: Problem, tiles: SplitTiles, rows: tuple[int, ...]) -> Callable:
+    """As `_encoder`, for the parts, which are contiguous."""
+    widths = split_widths(p, tiles)
+    of_q, of_kv = (p.heads, p.sq), (p.heads_kv, p.sk)
+    shapes = zip((of_q, of_kv, of_kv, of_q), widths, strict=True)
+    strides = tuple([(2 * h * s * w, 2 * s * w, 2 * w, 2) for (h, s), w in shapes])
+    d, _, dv, _ = widths
+    return _encoder(dataclasses.replace(p, dtype="float16", d=d, dv=dv), rows, strides)
 
 
 def _uniform(problem: Problem) -> bool:
@@ -787,7 +847,8 @@ def backward(
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     mapped = [q, k, v, dout]
-    if isinstance(tiles, OnHopper) and not _fit_for_tensor_maps(*_described(mapped)[1]):
+    on_16_bits = isinstance(tiles, OnHopper) and problem.dtype in ELEMENTS
+    if on_16_bits and not _fit_for_tensor_maps(*_described(mapped)[1]):
         q, k, v, dout = [_aligned_copy(x) for x in mapped]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
@@ -801,7 +862,13 @@ def backward(
         (numbers + start).memset_async(0, 4 * (sums + turns + tickets) - start)
         counters = numbers.ptr + 4 * sums
         rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
-    _launch(plan, pointers, rows, backward_mapped(pointers))
+    mapped = backward_mapped(pointers)
+    if isinstance(tiles, OnHopper) and not on_16_bits:
+        memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
+        split = split_pointers(problem, tiles, memory.ptr)
+        rows += [0, 0, 0, *split]
+        mapped = split[4:8]
+    _launch(plan, pointers, rows, mapped)
 
 
 def backward_mapped(all_arrays: Sequence) -> tuple:
@@ -814,7 +881,8 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
         return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
-    return [(tiles.streamed, 64, 64, tiles.streamed), (128, tiles.keys, tiles.keys, 128)]
+    of_q = tiles.queries, tiles.keys, tiles.keys, tiles.queries
+    return [of_q, (tiles.streamed, 64, 64, tiles.streamed)]
 
 
 def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
@@ -859,7 +927,7 @@ class Plan(NamedTuple):
 def _forward_plan(
     device, problem: Problem, tiles: Portable | HopperTiles, strides, aligned: bool
 ) -> Plan:
-    vector = aligned and _whole_groups(problem, strides[:4])
+    vector = aligned and _whole_groups(problem, strides)
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     if isinstance(tiles, Portable):
         blocks *= _chunks(problem.dv, tiles)[1]
@@ -868,9 +936,7 @@ def _forward_plan(
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
         boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
         if tiles.parts:
-            d, _, dv = [row // 2 for _, _, row, _ in strides[5:]]
-            of_parts = dataclasses.replace(problem, dtype="float16", d=d, dv=dv)
-            encoders = [_encoder(of_parts, boxes[:3], strides[5:])]
+            encoders = [_parts_encoder(problem, tiles, boxes[:3])]
         else:
             vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
             encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
@@ -892,8 +958,12 @@ def _backward_plan(
         most = _limits(device)[2]  # blocks that stay
         steps = [(v, min(n, most) if v.entry == "bwd_sm90" else n) for v, n in steps]
     if isinstance(tiles, OnHopper):
-        section, mapped = tiles.together, backward_mapped(strides)
-        encoders = [_encoder(problem, boxes, mapped) for boxes in backward_boxes(tiles, vector)]
+        section, all_boxes = tiles.together, backward_boxes(tiles, vector)
+        if isinstance(tiles, HopperTwoPass) and tiles.parts:
+            encoders = [_parts_encoder(problem, tiles, boxes) for boxes in all_boxes]
+        else:
+            mapped = backward_mapped(strides)
+            encoders = [_encoder(problem, boxes, mapped) for boxes in all_boxes]
     return Plan(_template(problem, strides, section), _loaded(device, steps, encoders))
 
 
@@ -935,7 +1005,7 @@ def _turns(p: Problem) -> tuple[int, int]:
 
 def _template(p: Problem, strides: tuple, section: int) -> array.array:
     words = [word for array in strides for word in (0, *array)]
-    words += [0] * (50 - len(words))
+    words += [0] * (56 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
     packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
     return array.array("q", packed)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+PRECISIONS = ("float32", "ieee", "tf32")
 
 
 def k_bounds(q, sk, lo_shift, hi_shift):
@@ -71,7 +72,7 @@ class Problem:
     right: int | None = None
     bottom_right: bool = True
     softcap: float | None = None
-    precision: str | None = None  # "tf32": products of float32 may round their operands
+    precision: str = "float32"  # of products of float32 numbers: one of PRECISIONS
 
     def __hash__(self) -> int:
         return self._hash
@@ -122,7 +123,9 @@ class Problem:
         return (2 * q + 2 * out + 2 * kv if backward else q + out + kv) * self.itemsize + lse
 
 
-def make_problem(device, dtype, q, k, v, scale, causal, window, softcap, precision=None) -> Problem:
+def make_problem(
+    device, dtype, q, k, v, scale, causal, window, softcap, precision="float32"
+) -> Problem:
     """Check shapes and options and build the Problem; `q`, `k`, `v` are shapes of any rank >= 2."""
     if not len(q) == len(k) == len(v):
         raise ValueError(f"q, k and v must have the same number of axes, got shapes {q}, {k}, {v}")
@@ -145,8 +148,8 @@ def make_problem(device, dtype, q, k, v, scale, causal, window, softcap, precisi
         raise ValueError(f"q's {heads} heads must be a multiple of k's {heads_kv} heads")
     if not (isinstance(causal, (bool, np.bool_)) or causal == "top_left"):
         raise ValueError(f"causal must be True, False or 'top_left', got {causal!r}")
-    if precision not in (None, "tf32"):
-        raise ValueError(f"precision must be None or 'tf32', got {precision!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     left, right = window_sides(window)
     return Problem(
         device=device,

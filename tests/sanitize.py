@@ -14,6 +14,12 @@ CASES = [
          layout="contiguous", softcap=2.0),
     case(33, 40, d=256, dv=192, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
          layout="contiguous"),
+    # More tiles than multiprocessors: blocks take several.
+    case(40, 50, d=64, dv=64, batch=1, heads=140, heads_kv=140, dtype="bfloat16",
+         layout="contiguous"),
+    case(40, 50, d=128, dv=128, batch=1, heads=140, heads_kv=140, dtype="float32",
+         layout="contiguous"),
+    case(70, 150, d=64, dv=64, dtype="float64", layout="contiguous", causal=True),
     case(0, 5, d=64, dv=64, dtype="float16"),
 ]  # fmt: skip
 

@@ -165,7 +165,9 @@ def test_precision(backend, xp):
     want = host(flash_attention(q, k, v, backend=backend))
     got = host(flash_attention(q, k, v, precision="tf32", backend=backend))
     np.testing.assert_allclose(got, want, atol=2.0**-9 * abs(want).max())
-    with pytest.raises(ValueError, match="precision must be None or 'tf32', got 'fp8'"):
+    ieee = host(flash_attention(q, k, v, precision="ieee", backend=backend))
+    np.testing.assert_allclose(ieee, want, atol=1e-6 * abs(want).max())
+    with pytest.raises(ValueError, match="precision must be one of"):
         flash_attention(q, k, v, precision="fp8", backend=backend)
 
 

@@ -61,6 +61,42 @@ def test_command_end_to_end(tmp_path):
     assert shown.stdout == done.stdout
 
 
+def test_precision_end_to_end(tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    json_file, picture = tmp_path / "errors.json", tmp_path / "errors.png"
+    command = [sys.executable, "-m", "bench.precision"]
+    measure = ["--device", "cpu", "--width", "8", "--keys", "40", "90", "--scale", "1", "4"]
+    measure += ["--mode", "float64", "--mode", "float16", "--json", str(json_file)]
+    environment = os.environ | {"MPLBACKEND": "Agg"}
+    run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([*command, *measure], **run)
+    assert done.returncode == 0, done.stderr
+    points = json.loads(json_file.read_text())["points"]
+    assert len(points) == 8
+    for point in points:
+        unit, most = (2**-53, 1e-13) if point["mode"] == "float64" else (2**-11, 1e-2)
+        for ours, plain in zip(point["cuflash"], point["formula"], strict=True):
+            assert 0 < plain < most and 0 < ours < 4 * plain + unit, point
+    shown = subprocess.run([*command, "--load", str(json_file), "--plot", str(picture)], **run)
+    assert shown.stdout == done.stdout, shown.stderr
+    assert picture.stat().st_size > 10_000
+
+
+def test_counters_are_read_from_csv(bench):
+    from bench.counters import parsed
+
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    rows = [(0, "row_delta", "a.sum", "1,234"), (0, "row_delta", "b.avg", "5.5"),
+            (1, "bwd_sm90(Params)", "a.sum", "7")]  # fmt: skip
+    lines = [f'"{i}","{kernel}","{metric}","","{value}"' for i, kernel, metric, value in rows]
+    text = "\n".join(["==PROF== Connected", head, *lines])
+    assert parsed(text) == {
+        "1. row_delta": {"a.sum": 1234, "b.avg": 5.5},
+        "2. bwd_sm90": {"a.sum": 7},
+    }
+
+
 def test_only_right_results_are_timed(bench):
     from bench.contenders import Contender, Refused
 

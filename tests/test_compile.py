@@ -30,6 +30,7 @@ ARCHITECTURES = {
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
     "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
+    "split_rows": 0,
 }  # fmt: skip
 #: The same beside 512 columns of a result, which are half of all registers.
 WIDE_SPILLS = {"bwd_simt": 52, "wide_sm80": 24}
@@ -68,15 +69,23 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
                 for vector in (True, False):
                     forward.append(cuda_backend.forward_variant(problem(width), tiles, vector))
                     forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
-    backward = [
-        [variant for variant, _ in cuda_backend.backward_steps(problem(width), tiles, True)[1:]]
-        for width, tiles in with_widths(backward_table)
-    ]
+
+    def steps(problem, tiles, vector):
+        variants = [v for v, _ in cuda_backend.backward_steps(problem, tiles, vector)]
+        return [v for v in variants if v.entry != "row_delta"]
+
+    backward = [steps(problem(width), tiles, True) for width, tiles in with_widths(backward_table)]
     if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
         backward += [
-            [v for v, _ in cuda_backend.backward_steps(problem(width, softcap), tiles, vector)[1:]]
+            steps(problem(width, softcap), tiles, vector)
             for width, tiles in cuda_backend.BACKWARD_HOPPER.items()
             for softcap, vector in ((None, True), (2.0, False))
+        ]
+    if arch == "sm_90a" and dtype == "float32":
+        backward += [
+            steps(problem(width), tiles, vector)
+            for width, tiles in cuda_backend.BACKWARD_HOPPER_32.items()
+            for vector in (True, False)
         ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [

@@ -7,7 +7,12 @@ import pytest
 from cases import ALL, DTYPES, Run, case, host, normal, on_hopper, peak, portable_config
 
 import cuflash
-from cuflash import cuda_backend, flash_attention, flash_attention_grad
+from cuflash import (
+    attention_reference_grad,
+    cuda_backend,
+    flash_attention,
+    flash_attention_grad,
+)
 from cuflash.problem import Problem
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +33,8 @@ def configs():
             for dtype in cuda_backend.ELEMENTS:
                 yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
     for width, tiles in cuda_backend.FORWARD_HOPPER_32.items():
-        backward = portable_config("float32", width).backward
+        backward = cuda_backend.BACKWARD_HOPPER_32.get(width)
+        backward = backward or portable_config("float32", width).backward
         yield "float32", width, cuda_backend.Config(tiles, backward)
 
 
@@ -101,6 +107,26 @@ def test_gradients_repeat_fifty_times(causal, d, n, batch, heads, tiles_for):
         assert all(bool((a == b).all()) for a, b in zip(others, first[1:], strict=True))
 
 
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("scale", [1, 30, 1000])
+def test_float32_gradients_on_hopper(scale, d):
+    # As accurate as the formula in float32, which subtracts maxima, and repeatable.
+    import cupy
+
+    needs_hopper()
+    operands = [normal(cupy, 1, 4, 2000, d, seed=i) for i in range(4)]
+    operands[1] *= scale
+    forward = flash_attention(*operands[1:], return_lse=True, backend="cuda")
+    grads = flash_attention_grad(*operands, *forward, backend="cuda")
+    want, plain = (attention_reference_grad(*operands, dtype=x) for x in ("float64", "float32"))
+    for g, w, p in zip(grads, want, plain, strict=True):
+        errors = [float(cupy.sqrt(cupy.square(x - w).mean())) for x in (g, p)]
+        assert errors[0] <= 2 * errors[1]
+    for _ in range(20):
+        again = flash_attention_grad(*operands, *forward, backend="cuda")
+        assert all(bool((a == b).all()) for a, b in zip(again, grads, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1, 30])
 def test_a_head_has_the_same_bits_whatever_else_is_computed(scale, dtype):
@@ -115,6 +141,23 @@ def test_a_head_has_the_same_bits_whatever_else_is_computed(scale, dtype):
         one = np.s_[b : b + 1, h : h + 1]
         alone, alone_lse = flash_attention(q[one], k[one], v[one], **options)
         assert bool((alone == out[one]).all() and (alone_lse == lse[one]).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_a_block_repeat_bitwise(causal, d, dtype):
+    # One tile's results are written, and the next one's operands copied, while the last products
+    # run; 288 tiles are more than there are multiprocessors.
+    import cupy
+
+    run = Run(case(1500, 1500, d=d, dv=d, batch=1, heads=24, heads_kv=24, dtype=dtype,
+                   layout="contiguous", causal=causal), cupy)  # fmt: skip
+    first, first_lse = run.forward(backend="cuda")
+    run.check_forward(first, first_lse)
+    for _ in range(10):
+        out, lse = run.forward(backend="cuda")
+        assert bool((out == first).all() and (lse == first_lse).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -180,7 +223,8 @@ def test_extra_memory(d, tiles_for):
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_extra_memory_of_float32(d):
-    # On Hopper at most as much as the inputs, and a factor for each row and for columns of tiles.
+    # On Hopper at most as much as the inputs, and some numbers for each row and for columns of
+    # tiles.
     import cupy
 
     s = 16384
@@ -191,6 +235,12 @@ def test_extra_memory_of_float32(d):
         flash_attention(q, q, q)
     parts = 3 * q.nbytes + q.nbytes // 16 if on_hopper() else 0
     assert pool.total_bytes() <= q.nbytes + 2 * s * 4 + parts + (1 << 16)
+    out, lse = flash_attention(q, q, q, return_lse=True)
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        flash_attention_grad(q, q, q, q, out, lse)
+    parts = 4 * q.nbytes + 4 * 2 * s * 4 if on_hopper() else 2 * s * 4
+    assert pool.total_bytes() <= 3 * q.nbytes + 3 * 2 * s * 4 + parts + (1 << 16)
 
 
 @pytest.mark.parametrize("d", [64, 192])

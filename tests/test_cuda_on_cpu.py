@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from cases import Run, case, close, dtype_of, eps, normal, peak
 
-from cuflash import _compile, api, attention_reference, cuda_backend
+from cuflash import (
+    _compile,
+    api,
+    attention_reference,
+    attention_reference_grad,
+    cuda_backend,
+)
 from cuflash.cuda_backend import (
     Config,
     HopperBackward,
@@ -26,6 +32,7 @@ from cuflash.cuda_backend import (
     Tiles,
     WideTiles,
 )
+from cuflash.problem import Problem
 
 HERE = Path(__file__).parent
 
@@ -222,8 +229,18 @@ def backward(backend, problem, tiles, run, out, lse):
     if turns.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
-    backend._launch(plan, pointers, rows, backend.backward_mapped(pointers))
+    mapped = backend.backward_mapped(pointers)
+    if isinstance(tiles, HopperTwoPass) and tiles.parts:
+        _memory, split = split_memory(backend, problem, tiles)
+        rows, mapped = rows + split, split[4:8]
+    backend._launch(plan, pointers, rows, mapped)
     return dq, dk, dv
+
+
+def split_memory(backend, problem, tiles):
+    """Memory full of NaN for what split.cu writes, and pointers into it."""
+    memory = np.full(backend.split_bytes(problem, tiles), 255, np.uint8)
+    return memory, backend.split_pointers(problem, tiles, memory.ctypes.data)
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -270,18 +287,12 @@ def hopper(on_cpu):
         counter = np.zeros(1, np.int32)
         rows = [lse.ctypes.data, 0, 0, 0, 0, 0]
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
-        operands, parts = [q, k, v, out], ()
+        pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
+        plan, mapped = on_cpu._forward_plan(0, problem, tiles, *layout), pointers
         if tiles.parts:
-            nbytes, offsets, parts = on_cpu.split_memory(problem, tiles)
-            memory = np.full(nbytes, 255, np.uint8)  # NaN
-            starts = [memory.ctypes.data + offset for offset in offsets]
-            operands += [q]
-        pointers, (strides, aligned) = on_cpu._described([Device(x) for x in operands])
-        plan = on_cpu._forward_plan(0, problem, tiles, strides + parts, aligned)
-        if tiles.parts:
-            on_cpu._launch(plan, pointers + starts[:3], rows + starts[3:], starts[:3])
-        else:
-            on_cpu._launch(plan, pointers, rows, pointers)
+            _memory, split = split_memory(on_cpu, problem, tiles)
+            rows, mapped = rows + split, split[4:7]
+        on_cpu._launch(plan, pointers, rows, mapped)
         return out, lse
 
     return forward
@@ -368,6 +379,15 @@ def test_tf32_on_hopper(hopper):
     close("lse", lse, want_lse, (top + np.log(total))[..., 0], rounding=0)
 
 
+def test_precision_chooses_the_kernel():
+    def forward_tiles(precision):
+        problem = Problem("cuda", "float32", 1, 1, 1, 9, 9, 64, 64, 1.0, precision=precision)
+        return cuda_backend.config_for(problem, 90, 227 * 1024).forward
+
+    assert isinstance(forward_tiles("ieee"), Tiles)
+    assert [forward_tiles(p).parts for p in ("float32", "tf32")] == [2, 1]
+
+
 HOPPER_BACKWARD_CASES = [
     (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
           causal=True), HopperBackward(128, 1, turns_from=0)),
@@ -387,6 +407,18 @@ HOPPER_BACKWARD_CASES = [
           softcap=2.0, window=(60, 9)), HopperTwoPass(80, 64, 1)),
     (case(140, 70, d=24, dv=40, batch=2, heads=2, heads_kv=1, dtype="bfloat16",
           layout="contiguous", window=(5, None), scale=-0.4), HopperTwoPass(32, 32)),
+    (case(150, 100, d=24, dv=40, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTwoPass(64, 32, 1, parts=2)),
+    (case(90, 140, d=72, dv=128, batch=1, heads=1, heads_kv=1, layout="contiguous", window=(60, 9)),
+     HopperTwoPass(32, 48, 2, parts=2)),
+    (case(140, 70, d=64, dv=32, batch=2, heads=2, heads_kv=1, layout="bshd", scale=-0.4,
+          window=(5, None)), HopperTwoPass(128, 64, 1, parts=2)),
+    (case(70, 90, d=40, dv=8, batch=1, heads=1, heads_kv=1, layout="negative", scale=20.0),
+     HopperTwoPass(48, 16, parts=2)),
+    (case(70, 90, d=200, dv=136, batch=1, heads=2, heads_kv=1, causal=True),
+     HopperTwoPass(16, 16, 1, parts=2, queries=64)),
+    (case(50, 40, d=40, dv=160, batch=1, heads=1, heads_kv=1, layout="contiguous"),
+     HopperTwoPass(32, 32, 1, parts=2, queries=64)),
 ]  # fmt: skip
 
 
@@ -395,3 +427,82 @@ def test_hopper_backward(case, tiles, on_cpu):
     run = Run(case, np)
     problem, _, out, lse = forward(on_cpu, Tiles(32, 32, 2), run.q, run.k, run.v, **run.options)
     run.check_backward(backward(on_cpu, problem, tiles, run, out, lse))
+
+
+def float32_gradients(backend, tiles, dout, q, k, v, forward=None, **options):
+    """By the two passes for float32; `forward`: out and lse, else those of the reference."""
+    options = {"scale": None, "causal": False, "window": None, "softcap": None, **options}
+    problem, *_ = api.canonical(q, k, v, **options)
+    out, lse = forward or attention_reference(q, k, v, return_lse=True, **options)
+    run = SimpleNamespace(q=q, k=k, v=v, dout=dout, dlse=np.zeros(q.shape[:-1], "f4"))
+    return backward(backend, problem, tiles, run, out.astype("f4"), lse.astype("f4"))
+
+
+@pytest.mark.parametrize("scale", [1, 30, 1000])
+def test_float32_gradients_are_as_accurate_as_the_formula_in_float32(scale, on_cpu):
+    # Also where lse is large: what float32 leaves of it shows in no P.
+    q, dout = (normal(np, 1, 1, 150, 64, seed=n) for n in range(2))
+    k, v = (normal(np, 1, 1, 200, 64, seed=n) for n in range(2, 4))
+    operands = dout, scale * q, k, v
+    grads = float32_gradients(on_cpu, HopperTwoPass(64, 64, 1, parts=2), *operands)
+    want, plain = (attention_reference_grad(*operands, dtype=x) for x in ("float64", "float32"))
+    for name, got, w, p in zip(("dq", "dk", "dv"), grads, want, plain, strict=True):
+        close(name, got, w, p, rounding=eps("float32") * peak(w))
+
+
+def test_float32_gradients_of_shares_of_the_keys_add_up(on_cpu):
+    # With lse of all keys P of a share do not sum to 1, and shall not.
+    tiles = HopperTwoPass(64, 32, 1, parts=2)
+    q, dout = (normal(np, 1, 1, 70, 40, seed=n) for n in range(2))
+    k, v = (normal(np, 1, 1, 90, 40, seed=n) for n in range(2, 4))
+    forward = attention_reference(q, k, v, return_lse=True)
+    shares = [
+        float32_gradients(on_cpu, tiles, dout, q, k[:, :, i], v[:, :, i], forward=forward)
+        for i in (np.s_[:37], np.s_[37:])
+    ]
+    want = attention_reference_grad(dout, q, k, v)
+    (dq, *first), (other_dq, *second) = shares
+    got = (dq + other_dq, *(np.concatenate(x, 2) for x in zip(first, second, strict=True)))
+    for g, w in zip(got, want, strict=True):
+        assert peak(g - w) <= 8 * eps("float32") * peak(w)
+
+
+def test_float32_gradients_of_numbers_of_any_size(on_cpu):
+    tiles = HopperTwoPass(64, 32, 1, parts=2)
+    rng = np.random.default_rng(5)
+    q, dout = (rng.standard_normal((1, 1, 70, 40)) for _ in range(2))
+    k, v = (rng.standard_normal((1, 1, 90, 40)) for _ in range(2))
+    sizes = 10.0 ** rng.integers(-9, 9, (2, 70, 1))
+    q, dout = q * sizes[0], dout * sizes[1]
+    k[0, 0, 1::2] *= 1e-12
+    v *= 1e6
+    operands = [x.astype(np.float32) for x in (dout, q, k, v)]
+    options = {"scale": 1e-8}
+    grads = float32_gradients(on_cpu, tiles, *operands, **options)
+    want, plain = (
+        attention_reference_grad(*operands, dtype=x, **options) for x in ("float64", "float32")
+    )
+    for name, got, w, p in zip(("dq", "dk", "dv"), grads, want, plain, strict=True):
+        rows = sizes[1] if name == "dq" else 1  # those of dq are as large as those of dout
+        close(name, got / rows, w / rows, p / rows, rounding=eps("float32") * peak(w / rows))
+
+
+def test_float32_gradients_keep_what_is_not_finite_where_it_is(on_cpu):
+    # No element is NaN or infinite that the formula in float32 has finite.
+    tiles = HopperTwoPass(32, 16, 1, parts=2)
+    q, dout = (normal(np, 1, 1, 70, 24, seed=n) for n in range(2))
+    k, v = (normal(np, 1, 1, 90, 24, seed=n) for n in range(2, 4))
+
+    def gradients(operands):
+        with np.errstate(all="ignore"):
+            forward = attention_reference(*operands[1:], causal=True, return_lse=True)
+            plain = attention_reference_grad(*operands, causal=True, dtype="float32")
+        return float32_gradients(on_cpu, tiles, *operands, causal=True, forward=forward), plain
+
+    for n, row in enumerate((30, 40, 50, 50)):
+        for value in (np.nan, np.inf):
+            operands = [x.copy() for x in (dout, q, k, v)]
+            operands[n][0, 0, row, 5] = value
+            for got, plain in zip(*gradients(operands), strict=True):
+                finite = np.isfinite(plain)
+                assert (abs(got - plain)[finite] <= 1e-5).all(), (n, value)
