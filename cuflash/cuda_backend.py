@@ -251,8 +251,8 @@ def backward_steps(
     if isinstance(tiles, HopperTwoPass):
         steps = _sm90_two_pass_steps(problem, tiles, vector)
         return [split_step(problem, tiles, vector), *steps] if tiles.parts else steps
-    steps = _simt_steps if problem.dtype in REALS else _sm80_steps
-    return steps(problem, tiles, vector)
+    portable = _simt_steps if problem.dtype in REALS else _sm80_steps
+    return portable(problem, tiles, vector)
 
 
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
@@ -762,10 +762,10 @@ def backward(
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    mapped = [q, k, v, dout]
+    inputs = [q, k, v, dout]
     on_16_bits = isinstance(tiles, OnHopper) and problem.dtype in ELEMENTS
-    if on_16_bits and not _fit_for_tensor_maps(*_described(mapped)[1]):
-        q, k, v, dout = [_aligned_copy(x) for x in mapped]
+    if on_16_bits and not _fit_for_tensor_maps(*_described(inputs)[1]):
+        q, k, v, dout = [_aligned_copy(x) for x in inputs]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
@@ -778,8 +778,8 @@ def backward(
         (numbers + start).memset_async(0, 4 * (sums + turns + tickets) - start)
         counters = numbers.ptr + 4 * sums
         rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
-    mapped = backward_mapped(pointers)
-    if isinstance(tiles, OnHopper) and not on_16_bits:
+    mapped: Sequence[int] = backward_mapped(pointers)
+    if isinstance(tiles, HopperTwoPass) and tiles.parts:
         memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
         split = split_pointers(problem, tiles, memory.ptr)
         rows += [0, 0, 0, *split]
