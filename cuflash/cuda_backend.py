@@ -473,7 +473,8 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Va
     theirs = max(  # columns first, or as they lie
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
-    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + rows
+    powers = 128 // problem.itemsize  # 16 doubles
+    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + powers + rows
     return _variant(file, entry, tiles.warps, vector, macros, numbers * problem.itemsize)
 
 
