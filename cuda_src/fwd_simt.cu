@@ -117,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_keys(turn ^ 1, k0, n + 1);
       else
         fetch_values(turn ^ 1, k0, 0);
-      accumulate(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
-                 min(p.d - n * SLICE, SLICE));
+      // Of wider heads there are no registers for what would be loaded ahead.
+      accumulate<kHead == 1>(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                             min(p.d - n * SLICE, SLICE));
     }
     if (TRANSFORM) {
 #pragma unroll
@@ -151,13 +152,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         // as much as a product of matrices. In double there are no registers for that.
         Out part;
         clear(part);
-        accumulate(part, shared, s, shared.theirs[turn].straight);
+        accumulate<true>(part, shared, s, shared.theirs[turn].straight);
 #pragma unroll
         for (int i = 0; i < kM; ++i)
 #pragma unroll
           for (int j = 0; j < kO; ++j) o[n][i][j] += part[i][j];
       } else {
-        accumulate(o[n], shared, s, shared.theirs[turn].straight);
+        accumulate<true>(o[n], shared, s, shared.theirs[turn].straight);
       }
     }
   }

@@ -137,10 +137,11 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
 # float32 as above, up to the width that shared memory has room for.
+# float32, batch 1, 16 heads, S = 8192 (192: 4096), full / causal, beside CUDA cores.
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
-    64: HopperTwoPass(128, 64, 1, parts=2),
-    128: HopperTwoPass(64, 48, 1, parts=2),
-    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),
+    64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
+    128: HopperTwoPass(64, 48, 1, parts=2),  # 138 / 135, CUDA cores 32 / 31
+    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),  # 112 / 108, CUDA cores 23 / 23
     256: HopperTwoPass(16, 16, 1, parts=2, queries=64),
 }
 _BACKWARD_16 = {
@@ -599,9 +600,8 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    counter = _counter(problem)
-    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0]
-    _launch(plan, pointers, rows, pointers)
+    counter = _counter(plan)
+    _launch(plan, pointers, [lse.data.ptr, *[0] * 5, counter and counter.ptr], pointers)
 
 
 def _nothing_seen(problem: Problem, out, lse) -> bool:
@@ -613,10 +613,10 @@ def _nothing_seen(problem: Problem, out, lse) -> bool:
     return True
 
 
-def _counter(problem: Problem) -> Any:
-    """Of tiles given out: memory holding 0, or None where blocks take them in turn."""
-    if _uniform(problem):
-        return None
+def _counter(plan: Plan) -> Any:
+    """Memory holding 0, where tiles are given out by a counter; else 0."""
+    if not plan.counts:
+        return 0
     import cupy
 
     counter = cupy.ndarray(1, cupy.int32).data
@@ -632,10 +632,10 @@ def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> N
         return
     memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
     split = split_pointers(problem, tiles, memory.ptr)
-    counter = _counter(problem)
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0, *split]
+    counter = _counter(plan)
+    rows = [lse.data.ptr, *[0] * 5, counter and counter.ptr, *split]
     _launch(plan, pointers, rows, split[4:7])
 
 
@@ -838,6 +838,7 @@ class Plan(NamedTuple):
     template: array.array
     # Kernel, grid, block, shared memory, and the encoder of the tensor maps that it takes.
     launches: list[tuple[Any, tuple, tuple, int, Callable[..., tuple[Any, int]] | None]]
+    counts: bool = False  # forward: more tiles than blocks, of unlike work
 
 
 @functools.lru_cache(4096)
@@ -845,7 +846,7 @@ def _forward_plan(
     device, problem: Problem, tiles: Tiles | HopperTiles, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
-    blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    blocks = q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     encoders = []
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
@@ -859,7 +860,8 @@ def _forward_plan(
     if isinstance(tiles, HopperTiles) and tiles.parts:
         variants.insert(0, split_step(problem, tiles, vector))
     template = _template(problem, strides, _section(problem))
-    return Plan(template, _loaded(device, variants, encoders))
+    counts = q_tiles > blocks and not _uniform(problem)
+    return Plan(template, _loaded(device, variants, encoders), counts)
 
 
 @functools.lru_cache(4096)
