@@ -152,13 +152,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         // as much as a product of matrices. In double there are no registers for that.
         Out part;
         clear(part);
-        accumulate<true>(part, shared, s, shared.theirs[turn].straight);
+        accumulate(part, shared, s, shared.theirs[turn].straight);
 #pragma unroll
         for (int i = 0; i < kM; ++i)
 #pragma unroll
           for (int j = 0; j < kO; ++j) o[n][i][j] += part[i][j];
       } else {
-        accumulate<true>(o[n], shared, s, shared.theirs[turn].straight);
+        accumulate(o[n], shared, s, shared.theirs[turn].straight);
       }
     }
   }

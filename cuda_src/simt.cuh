@@ -264,11 +264,11 @@ DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
 }
 
 // c += p right, by the scores in p or, forward, the thread's own.
-template <bool kAhead = false, int kN, class Memory>
+template <int kN, class Memory>
 DEVICE void accumulate(Real (&c)[kM][kN], const Memory& shared, const Scores& p,
                        const Straight& right) {
   if constexpr (!kScoresStay) {
-    accumulate<kAhead>(c, shared.p, right, STREAMED);
+    accumulate(c, shared.p, right, STREAMED);
   } else {
     Group a[kM / 2], b[2][kPart<kN> / 4];
     load(b[0], right, first_column<kN>());
