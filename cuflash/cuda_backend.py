@@ -175,8 +175,8 @@ _BACKWARD_32 = {
 _SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
 _FORWARD_64 = {
     64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
-    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 4), _SMALL_64],  # 19.7; 14.5
-    256: [Tiles(64, 32, 8), Tiles(32, 32, 4, whole=False), _SMALL_64],  # 16.3
+    128: [Tiles(128, 32, 8), Tiles(32, 32, 4), _SMALL_64],  # 19.7
+    256: [Tiles(64, 32, 8), _SMALL_64],  # 16.3
 }
 _BACKWARD_64 = {
     64: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL_64],  # 18.9
