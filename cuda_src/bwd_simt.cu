@@ -119,6 +119,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   const Bounds last = k_bounds(min(k0 + kRows, p.sk) - 1, p.sq, lo_shift, hi_shift);
   const Matrix k(p.k, batch, head), v(p.v, batch, head);
   const Score score(p);
+  const Exponential exponential(1, shared.powers);
+  write(shared.powers);
 
   Out dk[PARTS & 1 ? kKeptK : 1], dv[PARTS & 2 ? kKeptV : 1];
   for (auto& part : dk) clear(part);
@@ -234,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       for (int j = 0; j < kS; ++j) {
         const Real x = score(s[i][j]), lse = shared.stats[0][column_of<kS>(j)];
         // A row whose every score is -inf has no gradient: -inf + inf is NaN.
-        s[i][j] = Exponential(1)(x - (lse == -kInfinity ? kInfinity : lse));
+        s[i][j] = exponential.of((x - (lse == -kInfinity ? kInfinity : lse)) * exponential.unit);
         slope[i][j] = score.slope(x);
       }
     hide(s);

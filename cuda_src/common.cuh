@@ -250,6 +250,28 @@ DEVICE void mma<BFloat16>(float (&c)[4], const unsigned (&a)[4], unsigned b0, un
 }
 #endif
 
+#if __CUDA_ARCH__ >= 800
+// c (8 x 8, double) += a (8 x 4) b (4 x 8)
+DEVICE void mma(double& c0, double& c1, double a, double b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(c0), "+d"(c1)
+      : "d"(a), "d"(b));
+}
+#endif
+
+// c (16 x 8, double) += a (16 x 4) b (4 x 8), in the rows that c0, c1 and c2, c3 belong to.
+DEVICE void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[2], double b) {
+#if __CUDA_ARCH__ >= 900
+  asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, "
+      "%2, %3};"
+      : "+d"(c0), "+d"(c1), "+d"(c2), "+d"(c3)
+      : "d"(a[0]), "d"(a[1]), "d"(b));
+#elif __CUDA_ARCH__ >= 800
+  mma(c0, c1, a[0], b);
+  mma(c2, c3, a[1], b);
+#endif
+}
+
 // c (16 x 8, double) += a (16 x 16) b (16 x 8), in the rows that c0, c1 and c2, c3 belong to.
 DEVICE void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[8],
                 const double (&b)[4]) {
@@ -260,15 +282,10 @@ DEVICE void mma(double& c0, double& c1, double& c2, double& c3, const double (&a
       : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]),
         "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 #elif __CUDA_ARCH__ >= 800
-  auto part = [](double& x, double& y, double left, double right) {
-    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-        : "+d"(x), "+d"(y)
-        : "d"(left), "d"(right));
-  };
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    part(c0, c1, a[2 * k], b[k]);
-    part(c2, c3, a[2 * k + 1], b[k]);
+    mma(c0, c1, a[2 * k], b[k]);
+    mma(c2, c3, a[2 * k + 1], b[k]);
   }
 #endif
 }

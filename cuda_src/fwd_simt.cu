@@ -31,7 +31,9 @@ DEVICE void exchange(Real (&x)[kM], Real (&rows)[ACROSS][kRows], Both both) {
 }
 
 struct OnlineSoftmax {
-  Real max[kM], sum[kM];  // sum: of this thread's columns only
+  // The largest score, in units of the exponent, rounded once and for all: whatever is subtracted
+  // from all scores of a row, fma rounds only what is left. Sum: of this thread's columns only.
+  Real max[kM], sum[kM];
 
   // s becomes exponentials; o is rescaled.
   DEVICE void add(Scores& s, Out (&o)[kKept], Memory& shared, const Exponential& exponential) {
@@ -41,20 +43,20 @@ struct OnlineSoftmax {
       tops[i] = s[i][0];
 #pragma unroll
       for (int j = 1; j < kS; ++j) tops[i] = larger(tops[i], s[i][j]);
-      tops[i] = larger(max[i], lanes_max(tops[i]));
+      tops[i] = lanes_max(tops[i]);
     }
     exchange(tops, shared.rows, larger);
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
-      const Real top = tops[i];
+      const Real top = larger(max[i], tops[i] * exponential.unit);
       // A row that has seen nothing: exp(-inf - 0) = 0, where -inf + inf would be NaN.
       const Real base = top == -kInfinity ? Real(0) : top;
-      const Real rescale = exponential(max[i] - base);
+      const Real rescale = exponential.of(max[i] - base);
       max[i] = top;
       Real block = 0;
 #pragma unroll
       for (int j = 0; j < kS; ++j) {
-        s[i][j] = exponential(s[i][j] - base);
+        s[i][j] = exponential(s[i][j], base);
         block += s[i][j];
       }
       sum[i] = sum[i] * rescale + block;
@@ -85,7 +87,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
   // Products are scaled in the exponent, where that keeps their order.
   const Score score(p);
   const Real factor = TRANSFORM ? Real(1) : score.scale;
-  const Exponential exponential(factor);
+  const Exponential exponential(factor, shared.powers);
+  write(shared.powers);
   OnlineSoftmax softmax;
   Out o[kKept];
 #pragma unroll
@@ -118,8 +121,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_keys(turn ^ 1, k0, n + 1);
       else
         fetch_values(turn ^ 1, k0, 0);
-      accumulate_scores(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
-                        min(p.d - n * SLICE, SLICE));
+      // Of wider heads there are no registers for what would be loaded ahead.
+      accumulate_scores<kHead == 1>(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
+                                    min(p.d - n * SLICE, SLICE));
     }
     if (TRANSFORM) {
 #pragma unroll
@@ -175,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
     inverse[i] = total == 0 ? Real(0) : Real(1) / total;
     if (slice0 == 0 && lane_x() == 0 && threadIdx.x / 32 % ACROSS == 0 && row < p.sq)
       static_cast<Real*>(p.lse)[first_row(p, batch, head) + row] =
-          total == 0 ? -kInfinity : softmax.max[i] * factor + log(total);
+          total == 0 ? -kInfinity : softmax.max[i] * Exponential::kNatural + log(total);
   }
   store(out, o, inverse, q0, p.sq, slice0, p.v_width);
 }

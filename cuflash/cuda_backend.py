@@ -14,7 +14,7 @@ import itertools
 import operator
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ class HopperTwoPass(NamedTuple):
 OnHopper = HopperBackward | HopperTwoPass
 SplitTiles = HopperTiles | HopperTwoPass
 Portable = Tiles | WideTiles
-Table = dict[int, list[Portable]]
+Table = Mapping[int, Sequence[Portable]]
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,11 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
-# float32 as above, up to the width that shared memory has room for.
+# float32: batch 1, 16 heads, S = 8192 (192: 4096), full / causal, beside CUDA cores.
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
-    64: HopperTwoPass(128, 64, 1, parts=2),
-    128: HopperTwoPass(64, 48, 1, parts=2),
-    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),
+    64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
+    128: HopperTwoPass(64, 48, 1, parts=2),  # 138 / 135, CUDA cores 32 / 31
+    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),  # 112 / 108, CUDA cores 23 / 23
     256: HopperTwoPass(16, 16, 1, parts=2, queries=64),
 }
 _BACKWARD_16: Table = {
@@ -202,8 +202,8 @@ _SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
 _WIDE_64 = [Tiles(64, 32, 8, whole=False), _SMALL_64._replace(chunk=128)]
 _FORWARD_64 = {
     64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
-    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), Tiles(32, 32, 4), _SMALL_64],  # 19.7; 14.5
-    256: [Tiles(64, 32, 8), Tiles(32, 32, 4, whole=False), _SMALL_64],  # 16.3
+    128: [Tiles(128, 32, 8), Tiles(32, 32, 4), _SMALL_64],  # 19.7
+    256: [Tiles(64, 32, 8), _SMALL_64],  # 16.3
     1024: _WIDE_64,
 }
 _BACKWARD_64 = {
@@ -230,10 +230,10 @@ BACKWARD_MMA = {
     1024: [_WIDE_MMA],
 }
 
-FORWARD = {
+FORWARD: dict[str, Table] = {
     "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _FORWARD_64,
 }  # fmt: skip
-BACKWARD = {
+BACKWARD: dict[str, Table] = {
     "float16": _BACKWARD_16, "bfloat16": _BACKWARD_16,
     "float32": _BACKWARD_32, "float64": _BACKWARD_64,
 }  # fmt: skip
@@ -289,8 +289,8 @@ def backward_steps(
         return [split_step(problem, tiles, vector), *steps] if tiles.parts else steps
     if isinstance(tiles, WideTiles):
         return _wide_steps(problem, tiles, vector)
-    steps = _simt_steps if problem.dtype in REALS else _sm80_steps
-    return steps(problem, tiles, vector)
+    portable = _simt_steps if problem.dtype in REALS else _sm80_steps
+    return portable(problem, tiles, vector)
 
 
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
@@ -556,7 +556,8 @@ def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Va
     theirs = max(  # columns first, or as they lie
         tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
     )
-    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + rows
+    powers = 128 // problem.itemsize  # 16 doubles
+    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + powers + rows
     return _variant(file, entry, tiles.warps, vector, macros, numbers * problem.itemsize)
 
 
@@ -682,9 +683,8 @@ def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> 
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    counter = _counter(problem)
-    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0]
-    _launch(plan, pointers, rows, pointers)
+    counter = _counter(plan)
+    _launch(plan, pointers, [lse.data.ptr, *[0] * 5, counter and counter.ptr], pointers)
 
 
 def _nothing_seen(problem: Problem, out, lse) -> bool:
@@ -696,10 +696,10 @@ def _nothing_seen(problem: Problem, out, lse) -> bool:
     return True
 
 
-def _counter(problem: Problem) -> Any:
-    """Of tiles given out: memory holding 0, or None where blocks take them in turn."""
-    if _uniform(problem):
-        return None
+def _counter(plan: Plan) -> Any:
+    """Memory holding 0, where tiles are given out by a counter; else 0."""
+    if not plan.counts:
+        return 0
     import cupy
 
     counter = cupy.ndarray(1, cupy.int32).data
@@ -715,10 +715,10 @@ def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> N
         return
     memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
     split = split_pointers(problem, tiles, memory.ptr)
-    counter = _counter(problem)
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
-    rows = [lse.data.ptr, *[0] * 5, counter.ptr if counter is not None else 0, *split]
+    counter = _counter(plan)
+    rows = [lse.data.ptr, *[0] * 5, counter and counter.ptr, *split]
     _launch(plan, pointers, rows, split[4:7])
 
 
@@ -846,10 +846,10 @@ def backward(
     lse = cupy.ascontiguousarray(lse)
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
-    mapped = [q, k, v, dout]
+    inputs = [q, k, v, dout]
     on_16_bits = isinstance(tiles, OnHopper) and problem.dtype in ELEMENTS
-    if on_16_bits and not _fit_for_tensor_maps(*_described(mapped)[1]):
-        q, k, v, dout = [_aligned_copy(x) for x in mapped]
+    if on_16_bits and not _fit_for_tensor_maps(*_described(inputs)[1]):
+        q, k, v, dout = [_aligned_copy(x) for x in inputs]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
@@ -862,8 +862,8 @@ def backward(
         (numbers + start).memset_async(0, 4 * (sums + turns + tickets) - start)
         counters = numbers.ptr + 4 * sums
         rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
-    mapped = backward_mapped(pointers)
-    if isinstance(tiles, OnHopper) and not on_16_bits:
+    mapped: Sequence[int] = backward_mapped(pointers)
+    if isinstance(tiles, HopperTwoPass) and tiles.parts:
         memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
         split = split_pointers(problem, tiles, memory.ptr)
         rows += [0, 0, 0, *split]
@@ -921,6 +921,7 @@ class Plan(NamedTuple):
     template: array.array
     # Kernel, grid, block, shared memory, and the encoder of the tensor maps that it takes.
     launches: list[tuple[Any, tuple, tuple, int, Callable[..., tuple[Any, int]] | None]]
+    counts: bool = False  # forward: more tiles than blocks, of unlike work
 
 
 @functools.lru_cache(4096)
@@ -928,9 +929,7 @@ def _forward_plan(
     device, problem: Problem, tiles: Portable | HopperTiles, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
-    blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
-    if isinstance(tiles, Portable):
-        blocks *= _chunks(problem.dv, tiles)[1]
+    blocks = q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     encoders = []
     if isinstance(tiles, HopperTiles):
         blocks = min(blocks, _limits(device)[2])  # each takes many tiles
@@ -940,11 +939,14 @@ def _forward_plan(
         else:
             vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
             encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
+    else:
+        blocks *= _chunks(problem.dv, tiles)[1]
     variants = [(forward_variant(problem, tiles, vector), blocks)]
     if isinstance(tiles, HopperTiles) and tiles.parts:
         variants.insert(0, split_step(problem, tiles, vector))
     template = _template(problem, strides, _section(problem))
-    return Plan(template, _loaded(device, variants, encoders))
+    counts = q_tiles > blocks and not _uniform(problem)
+    return Plan(template, _loaded(device, variants, encoders), counts)
 
 
 @functools.lru_cache(4096)

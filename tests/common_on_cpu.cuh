@@ -152,19 +152,25 @@ struct DoubleFragments {
   double a[8], b[4];
 };
 
-inline void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[8],
-                const double (&b)[4]) {
+template <int kA, int kB>
+void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[kA],
+         const double (&b)[kB]) {
   const int lane = threadIdx.x % 32;
   DoubleFragments mine;
-  std::copy(a, a + 8, mine.a), std::copy(b, b + 4, mine.b);
+  std::copy(a, a + kA, mine.a), std::copy(b, b + kB, mine.b);
   with_lanes(mine, [&](DoubleFragments* warp) {
     double* c[4] = {&c0, &c1, &c2, &c3};
     for (int e = 0; e < 4; ++e) {
       const int row = lane / 4, column = lane % 4 * 2 + e % 2;
-      for (int k = 0; k < 16; ++k)
+      for (int k = 0; k < 4 * kB; ++k)
         *c[e] = std::fma(warp[row * 4 + k % 4].a[k / 4 * 2 + e / 2],
                          warp[column * 4 + k % 4].b[k / 4], *c[e]);
     }
     return 0;
   });
+}
+
+inline void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[2], double b) {
+  const double right[1] = {b};
+  mma(c0, c1, c2, c3, a, right);
 }
