@@ -29,10 +29,8 @@ static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_ba
 
 // dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
 // columns. On tensor cores the larger part of a warp saves reads from shared memory.
-constexpr int kQueryWarps = kWide && WARPS > 2 ? 4
-                            : WARPS > 1        ? 2
-                                               : 1,
-              kColumnWarps = WARPS / kQueryWarps;
+constexpr int kQueryWarps = kWide && WARPS > 2 ? 4 : (WARPS > 1 ? 2 : 1);
+constexpr int kColumnWarps = WARPS / kQueryWarps;
 constexpr int kQueries = STREAMED / (kLanesY * kQueryWarps);
 constexpr int kDqSlices = MMA && WHOLE && kColumnWarps % kHead == 0 ? kHead : 1;
 constexpr int kColumns = kDqSlices * SLICE / (kLanesX * kColumnWarps);
@@ -282,6 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       put(shared.p, ds);
 #pragma unroll
       for (int n = 0; n < kKeptK; ++n, turn ^= 1) {
+        turn = when_needed(turn);
         arrived();
         if (n + 1 < kKeptK)
           fetch_q(turn ^ 1, at, slice0 + n + 1, false);
@@ -301,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) {
             const int row = at.q0 + dq_query_of(i);
-            const int column = (slice0 + first_slice) * SLICE + dq_column_of(j);
+            const int column = when_needed(slice0 + first_slice) * SLICE + dq_column_of(j);
             add(&sum.at(row, column), dq[i][j] * score.scale, row < p.sq && column < p.d);
           }
       }

@@ -33,8 +33,9 @@ constexpr int kHead = HEAD_DIM / SLICE, kValue = VALUE_DIM / SLICE;
 // blocks of others. Slices of it, and blocks:
 DEVICE constexpr int kept(int slices) { return slices * SLICE < CHUNK ? slices : CHUNK / SLICE; }
 DEVICE constexpr int chunks(int slices) { return (slices + kept(slices) - 1) / kept(slices); }
-// Beside that, addresses are worked out when needed: kept in registers, up to 240 bytes spilled.
 constexpr bool kWide = HEAD_DIM > 256 || VALUE_DIM > 256;
+// Beside that, addresses are worked out when needed: kept in registers, up to 240 bytes spilled.
+DEVICE int when_needed(int x) { return kWide ? again(x) : x; }
 static_assert(kM % kVector == 0 && kS % kColumnGroup == 0 && kO % kColumnGroup == 0, "groups");
 static_assert(!MMA || sizeof(Real) == 8, "not on these cores");
 
@@ -115,7 +116,7 @@ DEVICE void copy_one(unsigned to, const void* from, bool inside) {
 // tile[slot(i)][j] = x[row0 + i][n SLICE + j], zeros beyond the ends of x; complete after
 // arrived().
 DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, int width) {
-  if (kWide) row0 = again(row0), n = again(n);
+  row0 = when_needed(row0), n = when_needed(n);
   constexpr int kSize = VECTOR ? kVector : 1, kAcross = SLICE / kSize, kStep = kThreads / kAcross;
   static_assert(kThreads % kAcross == 0 && STREAMED % kStep == 0, "whole rows at a time");
   const int i0 = threadIdx.x / kAcross, j = threadIdx.x % kAcross * kSize;
@@ -138,7 +139,7 @@ DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, in
 template <int kCount>
 DEVICE void fetch_turned(Turned<kCount>& tile, const Matrix& x, int row0, int rows, int n,
                          int width) {
-  if (kWide) row0 = again(row0), n = again(n);
+  row0 = when_needed(row0), n = when_needed(n);
   const int j0 = threadIdx.x % 8;
   const long long step = VECTOR ? sizeof(Real) : x.column;
 #pragma unroll 1

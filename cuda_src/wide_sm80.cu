@@ -228,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
     stage_rows<Element, Factors>(kOfDs ? dp : s, warps, factors);
 #pragma unroll
     for (int n = 0; n < kKept; ++n, turn ^= 1) {
+      if (kOut) turn = again(turn);  // else up to 12 bytes are spilled
       arrived();
       if (n + 1 < kKept)
         fetch_times(turn ^ 1, at, n + 1);

@@ -221,7 +221,7 @@ FORWARD_MMA = {
     64: [Tiles(128, 64, 8, mma=True)],
     128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
     256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
-    1024: [_WIDE_MMA._replace(slice=128), _WIDE_MMA],
+    1024: [_WIDE_MMA],
 }
 BACKWARD_MMA = {
     64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
