@@ -157,6 +157,13 @@ DEVICE void clear(Real (&c)[kM][kN]) {
 #pragma unroll
     for (int j = 0; j < kN; ++j) c[i][j] = 0;
 }
+template <int kN>
+DEVICE void add(Real (&c)[kM][kN], const Real (&part)[kM][kN]) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int j = 0; j < kN; ++j) c[i][j] += part[i][j];
+}
 
 // Of two rows or columns of a tile, from `first` on, what a lane gives to an mma over 16 steps.
 template <int kApart, int kPitch>
