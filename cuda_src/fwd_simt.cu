@@ -121,9 +121,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_keys(turn ^ 1, k0, n + 1);
       else
         fetch_values(turn ^ 1, k0, 0);
-      // Of wider heads there are no registers for what would be loaded ahead.
-      accumulate_scores<kHead == 1>(s, shared.mine[WHOLE ? n : turn], shared.theirs[turn].turned,
-                                    min(p.d - n * SLICE, SLICE));
+      const auto& mine = shared.mine[WHOLE ? n : turn];
+      const auto& theirs = shared.theirs[turn].turned;
+      const int columns = min(p.d - n * SLICE, SLICE);
+      if constexpr (sizeof(Real) == sizeof(float)) {
+        // One sum over 64 columns is off by twice as much as two sums over 32.
+        constexpr int kHalf = SLICE / 2;
+#pragma unroll(kHead == 2 ? 2 : 1)  // else up to 16 bytes are spilled
+        for (int first = 0; first < SLICE; first += kHalf) {
+          Scores part;
+          clear(part);
+          accumulate(part, mine + first, theirs + first, min(columns - first, kHalf));
+          add(s, part);
+        }
+      } else {
+        // Of wider heads there are no registers for what would be loaded ahead.
+        accumulate_scores<kHead == 1>(s, mine, theirs, columns);
+      }
     }
     if (TRANSFORM) {
 #pragma unroll
@@ -157,10 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         Out part;
         clear(part);
         accumulate(part, shared, s, shared.theirs[turn].straight);
-#pragma unroll
-        for (int i = 0; i < kM; ++i)
-#pragma unroll
-          for (int j = 0; j < kO; ++j) o[n][i][j] += part[i][j];
+        add(o[n], part);
       } else {
         accumulate(o[n], shared, s, shared.theirs[turn].straight);
       }

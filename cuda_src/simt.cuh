@@ -166,6 +166,13 @@ DEVICE void clear(Real (&c)[kM][kN]) {
 #pragma unroll
     for (int j = 0; j < kN; ++j) c[i][j] = 0;
 }
+template <int kN>
+DEVICE void add(Real (&c)[kM][kN], const Real (&part)[kM][kN]) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int j = 0; j < kN; ++j) c[i][j] += part[i][j];
+}
 
 // Of two rows or columns of a tile, from `first` on, what a lane gives to an mma over 16 steps.
 template <int kApart, int kPitch>
@@ -281,10 +288,7 @@ DEVICE void accumulate_scores(Scores& c, const Turned<kRows>& left, const Turned
     Scores part;
     clear(part);
     accumulate(part, left, right, steps);
-#pragma unroll
-    for (int i = 0; i < kM; ++i)
-#pragma unroll
-      for (int j = 0; j < kS; ++j) c[i][j] += part[i][j];
+    add(c, part);
   } else {
     accumulate<kAhead>(c, left, right, steps);
   }

@@ -290,7 +290,7 @@ def test_resources(d):
     entries, threads, registers, local, shared = zip(*cuda_backend.resources(p), strict=True)
     hopper = {
         64: ("fwd_sm90", "row_delta", "bwd_sm90", "store_dq"),
-        256: ("fwd_sm90", "row_delta", "bwd_sm90_kv", "bwd_sm90_q"),
+        256: ("fwd_sm90", "row_delta", "bwd_sm90_q", "bwd_sm90_kv"),
     }
     portable = ("fwd_sm80", "row_delta", "bwd_sm80", "store_dq")
     wide = ("wide_sm80", "row_delta", "wide_sm80", "wide_sm80", "wide_sm80")
