@@ -28,6 +28,7 @@ KIB = 1024
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 REALS = {"float32": "float", "float64": "double"}
 WIDEST = 256
+DELTA_ROWS = 32  # of a block of row_delta
 
 
 class Tiles(NamedTuple):
@@ -268,7 +269,7 @@ def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     # dK with dQ (1), and dV (2): wide ones do not fit at once.
     parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
-        (step("row_delta", parts[0]), -(-heads * problem.sq // 8)),
+        (step("row_delta", parts[0]), -(-heads * problem.sq // DELTA_ROWS)),
         *((step("bwd_simt", part), blocks) for part in parts),
     ]
 
@@ -297,7 +298,7 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     store_dq = step("store_dq")._replace(shared_bytes=_tile_bytes(queries, d))
     return [
-        (step("row_delta"), -(-heads * problem.sq // 8)),
+        (step("row_delta"), -(-heads * problem.sq // DELTA_ROWS)),
         (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
         (store_dq, heads * -(-problem.sq // queries)),
     ]
@@ -324,7 +325,7 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     q_tiles = heads * -(-problem.sq // queries)
     return [
-        (step("row_delta"), -(-stats_rows(problem, tiles) // 8)),
+        (step("row_delta"), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
         (step("bwd_sm90"), heads_kv * -(-problem.sk // keys)),
         (step("store_dq")._replace(threads=256, shared_bytes=0), q_tiles),
     ]
@@ -352,7 +353,7 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     of_q = macros, shared, 4 + tiles.queries // 16
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
-        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
+        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
         (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // tiles.queries)),
         (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
     ]
