@@ -118,18 +118,19 @@ FORWARD_HOPPER = {
 }
 # Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
-# float32, of which split.cu makes two float16 each: three products of four.
+# float32, of which split.cu makes two float16 each: three products of four. TFLOP/s: batch 1, 16
+# heads, S = 8192 (above 128: 4096), full / causal, beside CUDA cores.
 FORWARD_HOPPER_32 = {
-    64: HopperTiles(128, 112, parts=2),
-    128: HopperTiles(128, 64, parts=2),
-    192: HopperTiles(128, 32, parts=2),
-    256: HopperTiles(128, 32, 1, parts=2),
+    64: HopperTiles(128, 112, parts=2),  # 158 / 140, CUDA cores 43 / 43
+    128: HopperTiles(128, 64, parts=2),  # 201 / 172, CUDA cores 40 / 41
+    192: HopperTiles(128, 32, parts=2),  # 169 / 120, CUDA cores 36 / 36
+    256: HopperTiles(128, 32, 1, parts=2),  # 175 / 128, CUDA cores 35 / 36
 }
 FORWARD_HOPPER_TF32 = {
-    64: HopperTiles(128, 128, 4, parts=1),
-    128: HopperTiles(128, 80, parts=1),
-    192: HopperTiles(128, 64, parts=1),
-    256: HopperTiles(128, 32, 3, parts=1),
+    64: HopperTiles(128, 128, 4, parts=1),  # 254 / 207
+    128: HopperTiles(128, 80, parts=1),  # 393 / 305
+    192: HopperTiles(128, 64, parts=1),  # 370 / 238
+    256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
@@ -137,8 +138,7 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
-# float32 as above, up to the width that shared memory has room for.
-# float32, batch 1, 16 heads, S = 8192 (192: 4096), full / causal, beside CUDA cores.
+# float32, as forward.
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
     64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
     128: HopperTwoPass(64, 48, 1, parts=2),  # 138 / 135, CUDA cores 32 / 31
@@ -189,13 +189,13 @@ _BACKWARD_64 = {
 # has 163 KiB, and 9.0. A thread has resident * across / (8 warps) rows.
 MMA_CAPABILITIES = 80, 90
 FORWARD_MMA = {
-    64: [Tiles(128, 64, 8, mma=True)],
-    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
+    64: [Tiles(128, 64, 8, mma=True)],  # 40.2
+    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],  # 36.5 (S = 4096)
     256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
 }
 BACKWARD_MMA = {
-    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
-    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],
+    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],  # 36.0
+    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],  # 29.4
     256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
 }
 
