@@ -1,7 +1,7 @@
 // Backward for float32 and float64 on CUDA cores, and float64 on tensor cores, at those dtypes'
 // accuracy.
 //
-//   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and dQ = 0
+//   row_delta  delta = rowsum(dO * O) - dlse, and dQ = 0
 //   bwd_simt   a block per tile of keys of a key/value head, and CHUNK columns of the result. dK
 //              and dV stay in registers, queries stream past, and what they get from these keys is
 //              added to dQ in memory
@@ -97,9 +97,9 @@ DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREA
 extern "C" __global__ void row_delta(const Params p) {
   write_delta<Real, Real>(
       p, [](Real x) { return x; },
-      [&](long long, int batch, int head, int i) {
+      [&](long long, int batch, int head, int i, int lane, int lanes) {
         const Matrix dq(p.dq, batch, head);
-        for (int c = threadIdx.x % 32; c < p.d; c += 32) dq.at(i, c) = 0;
+        for (int c = lane; c < p.d; c += lanes) dq.at(i, c) = 0;
       });
 }
 

@@ -1,6 +1,6 @@
 // Backward for float16 and bfloat16 on the tensor cores of every GPU from Turing on (mma.sync).
 //
-//   row_delta  a warp per row: delta = rowsum(dO * O) - dlse, and lse in base 2
+//   row_delta  delta = rowsum(dO * O) - dlse, and lse in base 2
 //   bwd_sm80   a block per tile of keys of a key/value head. dK and dV stay in registers, queries
 //              stream past, and what they get from these keys is added to float32 dQ in memory
 //   store_dq   a block per tile of queries: dQ times the scale, as 16-bit numbers

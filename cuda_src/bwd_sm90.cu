@@ -1,6 +1,6 @@
 // Backward for float16 and bfloat16 on Hopper, of widths up to 128: tensor copies and wgmma.
 //
-//   row_delta  a warp per row: delta and lse in base 2, of each head whole tiles of queries
+//   row_delta  delta and lse in base 2, of each head whole tiles of queries
 //   bwd_sm90   as many blocks as multiprocessors, each with 128 keys of a key/value head, and then
 //              the next that nobody has. dK and dV stay in registers, queries stream past, and what
 //              they get from these keys is added to float32 dQ in memory

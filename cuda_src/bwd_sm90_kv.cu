@@ -1,7 +1,7 @@
 // dK and dV for float16 and bfloat16 on Hopper, where they are too wide for bwd_sm90.cu: tensor
 // copies and wgmma. bwd_sm90_q.cu computes dQ.
 //
-//   row_delta     a warp per row: delta and lse in base 2, of each head whole tiles of queries
+//   row_delta     delta and lse in base 2, of each head whole tiles of queries
 //   bwd_sm90_kv   a block per 64 keys of a key/value head; queries stream past
 //
 // Two warpgroups compute, each one sum in registers, the third copies:

@@ -1,39 +1,51 @@
-// What the backward passes of all dtypes begin with: delta = rowsum(dO * O) - dlse, a warp per row.
+// What the backward passes of all dtypes begin with: delta = rowsum(dO * O) - dlse.
 #pragma once
 #include "params.cuh"
 
+constexpr int kDeltaRows = 32;  // of a block of 256 threads: DELTA_ROWS of cuda_backend.py
+
 // In delta the rows of a head are filled up to a multiple of kMultiple, with 0. Every lane of a row
-// calls `also(row, batch, head, i)`: row of delta, and of the head, where from p.sq on there is
-// none.
+// calls `also(row, batch, head, i, lane, lanes)`: row of delta, and of the head, where from p.sq on
+// there is none; which of how many lanes it is.
 template <class Real, class Stored, int kMultiple = 1, class Convert, class Also>
 DEVICE void write_delta(const Params& p, Convert real, Also also) {
-  const int rows = filled_up(p.sq, kMultiple);
-  const long long row = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  if (row >= static_cast<long long>(p.batch) * p.heads * rows) return;
-  const int i = row % rows, head = row / rows % p.heads, batch = row / rows / p.heads;
-  const bool exists = kMultiple == 1 || i < p.sq;
-  also(row, batch, head, i);
-  Real sum = 0;
-  if (exists) {
-    const Head<Stored> dout(p.dout, batch, head), out(p.out, batch, head);
-    struct __align__(16) Group {
-      Stored x[16 / sizeof(Stored)];
-    };
-    constexpr int kColumns = VECTOR ? 16 / sizeof(Stored) : 1;  // of a lane at a time
-    for (int c = threadIdx.x % 32 * kColumns; c < p.v_width; c += 32 * kColumns) {
-      if constexpr (VECTOR) {
-        const Group a = reinterpret_cast<const Group&>(dout.at(i, c));
-        const Group b = reinterpret_cast<const Group&>(out.at(i, c));
+  struct __align__(16) Group {
+    Stored x[16 / sizeof(Stored)];
+  };
+  constexpr int kColumns = VECTOR ? 16 / sizeof(Stored) : 1;  // of a lane at a time
+  // As many lanes as a row has groups of columns. With a warp for each row of 64 and two divisions
+  // a row this kernel took a quarter of the time of short sequences.
+  constexpr int kGroups = (VALUE_DIM + kColumns - 1) / kColumns;
+  constexpr int kLanes = kGroups > 16 ? 32 : kGroups > 8 ? 16 : kGroups > 4 ? 8 : 4;
+  constexpr int kAtOnce = 256 / kLanes;
+  const int rows = filled_up(p.sq, kMultiple), lane = threadIdx.x % kLanes;
+  const long long begin = static_cast<long long>(blockIdx.x) * kDeltaRows;
+  int flat = begin / rows, i = begin % rows;  // head of all, and row of it
+  auto step = [&](int n) { i += n, flat += i / rows, i %= rows; };
+  step(threadIdx.x / kLanes);
+#pragma unroll 2
+  for (int n = threadIdx.x / kLanes; n < kDeltaRows; n += kAtOnce, step(kAtOnce)) {
+    const int batch = flat / p.heads, head = flat % p.heads;
+    const bool here = batch < p.batch, exists = here && (kMultiple == 1 || i < p.sq);
+    if (here) also(begin + n, batch, head, i, lane, kLanes);
+    Real sum = 0;
+    if (exists) {
+      const Head<Stored> dout(p.dout, batch, head), out(p.out, batch, head);
+      for (int c = lane * kColumns; c < p.v_width; c += kLanes * kColumns) {
+        if constexpr (VECTOR) {
+          const Group a = reinterpret_cast<const Group&>(dout.at(i, c));
+          const Group b = reinterpret_cast<const Group&>(out.at(i, c));
 #pragma unroll
-        for (int e = 0; e < kColumns; ++e) sum += real(a.x[e]) * real(b.x[e]);
-      } else {
-        sum += real(dout.at(i, c)) * real(out.at(i, c));
+          for (int e = 0; e < kColumns; ++e) sum += real(a.x[e]) * real(b.x[e]);
+        } else {
+          sum += real(dout.at(i, c)) * real(out.at(i, c));
+        }
       }
     }
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    if (lane || !here) continue;
+    if (exists && p.dlse) sum -= static_cast<const Real*>(p.dlse)[first_row(p, batch, head) + i];
+    static_cast<Real*>(p.delta)[begin + n] = sum;
   }
-  if (threadIdx.x % 32) return;
-  if (exists && p.dlse) sum -= static_cast<const Real*>(p.dlse)[first_row(p, batch, head) + i];
-  static_cast<Real*>(p.delta)[row] = sum;
 }

@@ -210,8 +210,8 @@ struct OnlineSoftmax {
 template <class Element, int kMultiple>
 DEVICE void write_row_delta(const Params& p) {
   constexpr bool kFloat = sizeof(Element) == sizeof(float);
-  auto also = [&](long long row, int batch, int head, int i) {
-    if (threadIdx.x % 32) return;
+  auto also = [&](long long row, int batch, int head, int i, int lane, int) {
+    if (lane) return;
     // A row that saw nothing has lse -inf, and must get P = exp2(s - inf) = 0; so must one that
     // does not exist.
     const float* lse = static_cast<const float*>(p.lse) + first_row(p, batch, head);

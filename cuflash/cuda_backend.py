@@ -28,6 +28,7 @@ KIB = 1024
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 REALS = {"float32": "float", "float64": "double"}
 WIDEST = 1024
+DELTA_ROWS = 32  # of a block of row_delta
 
 
 class Tiles(NamedTuple):
@@ -136,18 +137,19 @@ FORWARD_HOPPER = {
 }
 # Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
-# float32, of which split.cu makes two float16 each: three products of four.
+# float32, of which split.cu makes two float16 each: three products of four. TFLOP/s: batch 1, 16
+# heads, S = 8192 (above 128: 4096), full / causal, beside CUDA cores.
 FORWARD_HOPPER_32 = {
-    64: HopperTiles(128, 112, parts=2),
-    128: HopperTiles(128, 64, parts=2),
-    192: HopperTiles(128, 32, parts=2),
-    256: HopperTiles(128, 32, 1, parts=2),
+    64: HopperTiles(128, 112, parts=2),  # 158 / 140, CUDA cores 43 / 43
+    128: HopperTiles(128, 64, parts=2),  # 201 / 172, CUDA cores 40 / 41
+    192: HopperTiles(128, 32, parts=2),  # 169 / 120, CUDA cores 36 / 36
+    256: HopperTiles(128, 32, 1, parts=2),  # 175 / 128, CUDA cores 35 / 36
 }
 FORWARD_HOPPER_TF32 = {
-    64: HopperTiles(128, 128, 4, parts=1),
-    128: HopperTiles(128, 80, parts=1),
-    192: HopperTiles(128, 64, parts=1),
-    256: HopperTiles(128, 32, 3, parts=1),
+    64: HopperTiles(128, 128, 4, parts=1),  # 254 / 207
+    128: HopperTiles(128, 80, parts=1),  # 393 / 305
+    192: HopperTiles(128, 64, parts=1),  # 370 / 238
+    256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
@@ -155,7 +157,7 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
-# float32: batch 1, 16 heads, S = 8192 (192: 4096), full / causal, beside CUDA cores.
+# float32, as forward.
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
     64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
     128: HopperTwoPass(64, 48, 1, parts=2),  # 138 / 135, CUDA cores 32 / 31
@@ -218,14 +220,14 @@ _BACKWARD_64 = {
 MMA_CAPABILITIES = 80, 90
 _WIDE_MMA = Tiles(32, 64, 8, across=4, whole=False, mma=True, chunk=512)
 FORWARD_MMA = {
-    64: [Tiles(128, 64, 8, mma=True)],
-    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
+    64: [Tiles(128, 64, 8, mma=True)],  # 40.2
+    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],  # 36.5 (S = 4096)
     256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
     1024: [_WIDE_MMA],
 }
 BACKWARD_MMA = {
-    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],
-    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],
+    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],  # 36.0
+    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],  # 29.4
     256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
     1024: [_WIDE_MMA],
 }
@@ -308,7 +310,7 @@ def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     # dK with dQ (1), and dV (2): wide ones do not fit at once.
     parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
-        (step("row_delta", parts[0]), -(-heads * problem.sq // 8)),
+        (step("row_delta", parts[0]), -(-heads * problem.sq // DELTA_ROWS)),
         *((step("bwd_simt", n), blocks * _chunks(width(n), tiles)[1]) for n in parts),
     ]
 
@@ -337,7 +339,7 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     store_dq = step("store_dq")._replace(shared_bytes=_tile_bytes(queries, d))
     return [
-        (step("row_delta"), -(-heads * problem.sq // 8)),
+        (step("row_delta"), -(-heads * problem.sq // DELTA_ROWS)),
         (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
         (store_dq, heads * -(-problem.sq // queries)),
     ]
@@ -364,7 +366,7 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     q_tiles = heads * -(-problem.sq // queries)
     return [
-        (step("row_delta"), -(-stats_rows(problem, tiles) // 8)),
+        (step("row_delta"), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
         (step("bwd_sm90"), heads_kv * -(-problem.sk // keys)),
         (step("store_dq")._replace(threads=256, shared_bytes=0), q_tiles),
     ]
@@ -392,7 +394,7 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     of_q = macros, shared, 4 + tiles.queries // 16
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
-        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // 8)),
+        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
         (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // tiles.queries)),
         (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
     ]
@@ -437,7 +439,7 @@ def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         step(3, (heads, problem.sq), problem.d),
     )
     row_delta = dv[0]._replace(entry="row_delta", threads=256, shared_bytes=0)
-    return [(row_delta, -(-heads * problem.sq // 8)), dv, dk, dq]
+    return [(row_delta, -(-heads * problem.sq // DELTA_ROWS)), dv, dk, dq]
 
 
 def _slab_bytes(rows: int, width: int) -> int:
