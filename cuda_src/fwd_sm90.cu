@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Work work(p, index);
       const int blocks = work.blocks;
       const int kv_head = work.head / p.group, slot = job % Q_STAGES;
-      const int first_tile = SPLIT ? kv_tile<BLOCK_K>(p, work.batch, work.head) + work.k_begin : 0;
+      const int first_tile = SPLIT ? kv_tile<BLOCK_K>(p, work.batch, kv_head) + work.k_begin : 0;
       // From the last key block to the first: a ragged end comes when all is still to do. K goes
       // before Q, whose buffer may still be in use, and before the V of the block before.
 #if SPLIT
