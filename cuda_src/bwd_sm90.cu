@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
     fence_async();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(dq_full + 8 * (i % 2));
+    release(dq_full + 8 * (i % 2));
   };
   for (int job = 0;; ++job) {
     barrier_wait(k_full, job % 2);
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       wgmma_wait<0>();
       shared.q.release(i - 1);
     }
-    if (threadIdx.x % 32 == 0) barrier_arrive(kv_empty);
+    release(kv_empty);
 
     // By way of the buffers for dS, one for each.
     if (VECTOR) named_sync(1, kComputing);
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     store<VALUE_DIM>(p.dv, maps.dv, buffer, copies, work.k0, work.head, work.batch, dv[0], 1.0f,
                      p.sk, p.v_width);
     __syncwarp();  // all lanes have read what the work was
-    if (threadIdx.x % 32 == 0) barrier_arrive(work_empty + 8 * (job % 2));
+    release(work_empty + 8 * (job % 2));
   }
   if (VECTOR && copies) bulk_wait_read();  // shared memory must last as long
 }

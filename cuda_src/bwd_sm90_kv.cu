@@ -182,7 +182,7 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
       if constexpr (kFirst) store_shared16(at, other);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive((kFirst ? p_full : p_empty) + 8 * (i % P_STAGES));
+    release((kFirst ? p_full : p_empty) + 8 * (i % P_STAGES));
     if constexpr (SPLIT) {
       float power[2];
       powers_for(x[0], power, undo);

@@ -114,14 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   static_assert(HEAD_DIM % kSlice == 0, "whole slices");
   float part[kSlice / 8][4];
   unsigned rounded[kParts][BLOCK_K / 16][4];
-  float undo[2];  // with SPLIT, factors of what is rounded
-  auto release = [&](unsigned barrier) {
-    if (SPLIT) {  // lanes have read the factors: else the arrival overtakes that (fwd_sm90.cu)
-      fence_async();
-      __syncwarp();
-    }
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-  };
+  float undo[2];                   // with SPLIT, factors of what is rounded
   auto multiply_qk = [&](int i) {  // start S = Q K^T
     const int stage = i % kStages;
     barrier_wait(k_full + 8 * stage, i / kStages % 2);
@@ -153,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         add_rows(dq[0], part, slice * kSlice, undo);
       }
     }
-    release(k_empty + 8 * (i % kStages));
+    release(k_empty + 8 * (i % kStages), SPLIT);
   };
   // Of this thread's two rows; a row that does not exist must get P = 0. With SPLIT, factors of Q
   // and the scale, and of dO.
@@ -227,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     barrier_wait(q_full, 0);
     wgmma_wait<0>();
     if constexpr (SPLIT) scaled(ds[0], of_dout, shared.v_factors[i % kStages], delta);
-    release(v_empty + 8 * (i % kStages));
+    release(v_empty + 8 * (i % kStages), SPLIT);
     mask(ds, 0.0f);  // 0 times what they are may be NaN
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {

@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Work work(p, index);
       const int blocks = work.blocks;
       const int kv_head = work.head / p.group, slot = job % Q_STAGES;
-      const int first_tile = SPLIT ? kv_tile<BLOCK_K>(p, work.batch, work.head) + work.k_begin : 0;
+      const int first_tile = SPLIT ? kv_tile<BLOCK_K>(p, work.batch, kv_head) + work.k_begin : 0;
       // From the last key block to the first: a ragged end comes when all is still to do. K goes
       // before Q, whose buffer may still be in use, and before the V of the block before.
 #if SPLIT
@@ -226,21 +226,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   registers_raise<kComputingRegisters>();
 
   const int group = threadIdx.x / 128;
-  const bool speaks = threadIdx.x % 32 == 0;   // for its warp
   const bool copies = threadIdx.x % 128 == 0;  // for its warpgroup
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];
   float part[kSlice / 8][4];  // P V of a block, with SPLIT, kSlice columns at a time
   unsigned probabilities[kParts][BLOCK_K / 16][4];
-  // `loaded`: lanes have read the buffer themselves. Without the fence the arrival overtakes their
-  // loads, and so did copies: the last factors loaded were those of the next block.
-  auto release = [&](unsigned barrier, bool loaded = false) {
-    if (loaded) {
-      fence_async();
-      __syncwarp();
-    }
-    if (speaks) barrier_arrive(barrier);
-  };
   auto wait_for_k = [&] { barrier_wait(k_full + 8 * (turn % STAGES), turn / STAGES % 2); };
   // Start S = Q K^T.
   auto multiply_qk = [&] {

@@ -231,8 +231,8 @@ constexpr int kParts = kN / kPart<kN>;
 // c += left^T right: the sum over `steps` rows of both, up to a multiple of kUnroll. On CUDA cores
 // columns are taken there and back: an operand that two instructions in a row share need not be
 // read again, and reads of registers are what bounds these products (docs/kernels.md). kAhead: on
-// tensor cores 4 steps at a time, with the next ones' operands on their way while they work, which
-// is 8 % faster forward and 10 % slower backward than 16 steps at a time.
+// tensor cores 4 steps at a time, with the next ones' operands on their way while they work: as all
+// products, 8 % faster forward and 10 % slower backward than 16 steps at a time.
 template <bool kAhead = false, int kN, int kLeftPitch, int kRightPitch>
 DEVICE void accumulate(Real (&c)[kM][kN], const Real (*left)[kLeftPitch],
                        const Real (*right)[kRightPitch], int steps) {
@@ -294,7 +294,8 @@ DEVICE void accumulate_scores(Scores& c, const Turned<kRows>& left, const Turned
   }
 }
 
-// c += p right, by the scores in p or, forward, the thread's own.
+// c += p right, by the scores in p or, where they stay, the thread's own, with operands loaded
+// ahead.
 template <int kN, class Memory>
 DEVICE void accumulate(Real (&c)[kM][kN], const Memory& shared, const Scores& p,
                        const Straight& right) {
@@ -373,7 +374,8 @@ DEVICE void write(Powers& powers) {
       0x1.306fe0a31b715p+0, 0x1.3dea64c123422p+0, 0x1.4bfdad5362a27p+0, 0x1.5ab07dd485429p+0,
       0x1.6a09e667f3bcdp+0, 0x1.7a11473eb0187p+0, 0x1.8ace5422aa0dbp+0, 0x1.9c49182a3f090p+0,
       0x1.ae89f995ad3adp+0, 0x1.c199bdd85529cp+0, 0x1.d5818dcfba487p+0, 0x1.ea4afa2a490dap+0};
-  if (threadIdx.x < 16) powers[threadIdx.x] = kPowers[threadIdx.x];
+  if (sizeof(Real) == sizeof(double) && threadIdx.x < 16)
+    powers[threadIdx.x] = kPowers[threadIdx.x];
 }
 
 // exp(x) for x at most little more than 0: ten steps in double, and no branch, so that a thread's

@@ -110,10 +110,9 @@ extern "C" __global__ void __launch_bounds__(256) split(const Params p) {
     const int row = block % q_blocks * 8 + threadIdx.x / 32;
     const int head = block / q_blocks % p.heads, batch = block / q_blocks / p.heads;
     if (row >= p.sq) return;
-    split_row<HEAD_DIM, true>(
-        Head<float>(p.q, batch, head), row, p.d, p.q_parts,
-        (batch * 1ll * p.heads + head) * p.sq + row,
-        p.q_factors + q_tile<BLOCK_Q>(p, batch, head, 0) * 1ll * BLOCK_Q + row);
+    split_row<HEAD_DIM, true>(Head<float>(p.q, batch, head), row, p.d, p.q_parts,
+                              (batch * 1ll * p.heads + head) * p.sq + row,
+                              p.q_factors + first_row(p, batch, head, BLOCK_Q) + row);
     return;
   }
   block -= static_cast<long long>(p.batch) * p.heads * q_blocks;
@@ -121,10 +120,9 @@ extern "C" __global__ void __launch_bounds__(256) split(const Params p) {
     const int row = block % k_blocks * 8 + threadIdx.x / 32;
     const int head = block / k_blocks % heads_kv, batch = block / k_blocks / heads_kv;
     if (row >= p.sk) return;
-    split_row<HEAD_DIM, true>(
-        Head<float>(p.k, batch, head), row, p.d, p.k_parts,
-        (batch * 1ll * heads_kv + head) * p.sk + row,
-        p.k_factors + kv_tile<BLOCK_K>(p, batch, head * p.group) * 1ll * BLOCK_K + row);
+    split_row<HEAD_DIM, true>(Head<float>(p.k, batch, head), row, p.d, p.k_parts,
+                              (batch * 1ll * heads_kv + head) * p.sk + row,
+                              p.k_factors + first_kv_row<BLOCK_K>(p, batch, head) + row);
     return;
   }
   block -= static_cast<long long>(p.batch) * heads_kv * k_blocks;
@@ -134,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(256) split(const Params p) {
   const int head = block / kSlabs / tiles % heads_kv, batch = block / kSlabs / tiles / heads_kv;
   split_columns(Head<float>(p.v, batch, head), p.v_parts, (batch * 1ll * heads_kv + head) * p.sk,
                 tile * BLOCK_K, p.sk, 64 * slab, p.v_width,
-                p.v_factors + (kv_tile<BLOCK_K>(p, batch, head * p.group) + tile) * 1ll * VALUE_DIM,
+                p.v_factors + (kv_tile<BLOCK_K>(p, batch, head) + tile) * 1ll * VALUE_DIM,
                 reinterpret_cast<float2(&)[8][32]>(memory));
 }
 

@@ -34,16 +34,14 @@ template <int kRows>
 DEVICE int q_tile(const Params& p, int batch, int head, int q0) {
   return (batch * p.heads + head) * (filled_up(p.sq, kRows) / kRows) + q0 / kRows;
 }
-// The first one of K and V that a query head sees.
+// The first one of a key/value head, and its first row.
 template <int kRows>
-DEVICE int kv_tile(const Params& p, int batch, int head) {
-  return (batch * (p.heads / p.group) + head / p.group) * (filled_up(p.sk, kRows) / kRows);
+DEVICE int kv_tile(const Params& p, int batch, int kv_head) {
+  return (batch * (p.heads / p.group) + kv_head) * (filled_up(p.sk, kRows) / kRows);
 }
-
-// Where the factors of a key/value head's rows begin, filled up to a multiple.
-template <int kMultiple>
+template <int kRows>
 DEVICE long long first_kv_row(const Params& p, int batch, int kv_head) {
-  return (batch * 1ll * (p.heads / p.group) + kv_head) * filled_up(p.sk, kMultiple);
+  return 1ll * kRows * kv_tile<kRows>(p, batch, kv_head);
 }
 
 // --- fragments of a warpgroup

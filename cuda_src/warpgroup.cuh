@@ -145,6 +145,17 @@ DEVICE void store_row(const Slice& to, const float (&c)[kN][4], int r, float fac
   }
 }
 
+// A warp is done with a buffer, or has filled it. `loaded`: lanes have read it themselves, and may
+// not have what they read yet. Without the fence the arrival overtakes their loads, and so did
+// copies: the last factors loaded were those of the next block.
+DEVICE void release(unsigned barrier, bool loaded = false) {
+  if (loaded) {
+    fence_async();
+    __syncwarp();
+  }
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
 // --- tiles of queries that stream past a block of a backward kernel
 
 constexpr int kStages = 2;  // buffers
@@ -181,9 +192,7 @@ struct Ring {
     barrier_wait(shared_address(&full[i % kStages]), i / kStages % 2);
   }
   // By each warp, when the numbers have been used: an arrival may overtake loads under way.
-  DEVICE void release(int i) const {
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&empty[i % kStages]));
-  }
+  DEVICE void release(int i) const { ::release(shared_address(&empty[i % kStages])); }
   DEVICE unsigned tile(int i) const { return shared_address(&tiles[i % kStages]); }
   // Of a fragment's columns 8 n .., which are queries here, the numbers of this thread's two.
   DEVICE float2 pair(int i, int n, int which = 0) const {

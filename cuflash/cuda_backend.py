@@ -604,14 +604,16 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
-    forward_table, backward_table = tables(problem.dtype, capability)
-    backward = first(backward_table, backward_bytes, shared_limit)
     split = problem.dtype == "float32" and problem.precision != "ieee" and not problem.softcap
     if on_hopper and split:
-        table = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
-        row = next(w for w in table if w >= width)
-        return Config(table[row], BACKWARD_HOPPER_32[row])
-    return Config(first(forward_table, forward_bytes, forward_limit), backward)
+        forward = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
+        row = next(w for w in forward if w >= width)
+        return Config(forward[row], BACKWARD_HOPPER_32[row])
+    forward_table, backward_table = tables(problem.dtype, capability)
+    return Config(
+        first(forward_table, forward_bytes, forward_limit),
+        first(backward_table, backward_bytes, shared_limit),
+    )
 
 
 def default_config(problem: Problem) -> Config:

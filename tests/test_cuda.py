@@ -33,8 +33,7 @@ def configs():
             for dtype in cuda_backend.ELEMENTS:
                 yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
     for width, tiles in cuda_backend.FORWARD_HOPPER_32.items():
-        backward = cuda_backend.BACKWARD_HOPPER_32.get(width)
-        backward = backward or portable_config("float32", width).backward
+        backward = cuda_backend.BACKWARD_HOPPER_32[width]
         yield "float32", width, cuda_backend.Config(tiles, backward)
 
 
