@@ -57,7 +57,7 @@ def test_every_row_of_the_tables_is_right(dtype, width, config):
 
     if isinstance(config.forward, cuda_backend.HopperTiles):
         needs_hopper()
-    elif config.forward.mma:
+    elif isinstance(config.forward, cuda_backend.Tiles) and config.forward.mma:
         capability, *_ = cuda_backend._limits(cupy.cuda.runtime.getDevice())
         if capability not in cuda_backend.MMA_CAPABILITIES:
             pytest.skip("needs float64 tensor cores")
