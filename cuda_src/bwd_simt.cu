@@ -25,7 +25,7 @@ static_assert(kChunks == 1 || (PARTS != 3 && !WHOLE), "all of dK and dV, or part
 struct Memory : Shared<kMine, STREAMED> {
   Real stats[2][STREAMED];  // lse and delta
 };
-static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 // dQ of a slice, or of all that the block keeps: the grid of warps, and a thread's queries and
 // columns. On tensor cores the larger part of a warp saves reads from shared memory.

@@ -57,7 +57,7 @@ struct Shared {
   PTile::Storage ds_p[1 + kOneBarrier][kInRegisters ? 1 : 2];
   float lse_log2[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 using KShare = Share<WARPS_K, WARPS_Q>;
 // Rows of the grid of warps for dQ: with the smallest sum of sides of a warp's part.

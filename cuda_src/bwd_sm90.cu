@@ -68,7 +68,7 @@ struct Shared {
       dq_empty[DQ_STAGES];
 };
 static_assert(sizeof(STile::Storage) >= 64 * 128 * 2, "dK or dV of a warpgroup fits");
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 struct TensorMaps {
   TensorMap q, k, v, dout, dk, dv;

@@ -61,7 +61,7 @@ struct Shared {
   Work work;
   unsigned long long k_full, v_full, p_full[P_STAGES], p_empty[P_STAGES];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 struct TensorMaps {
   TensorMap q, k, v, dout;

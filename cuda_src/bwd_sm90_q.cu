@@ -47,7 +47,7 @@ struct Shared {
   unsigned long long q_full, o_full, k_full[kStages], k_empty[kStages], v_full[kStages],
       v_empty[kStages];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 struct TensorMaps {
   TensorMap q, k, v, dout;

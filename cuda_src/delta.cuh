@@ -2,7 +2,7 @@
 #pragma once
 #include "params.cuh"
 
-constexpr int kDeltaRows = 32;  // of a block of 256 threads: DELTA_ROWS of cuda_backend.py
+constexpr int kDeltaRows = 32;  // of a block of 256 threads: DELTA_ROWS of cuda_variants.py
 
 // In delta the rows of a head are filled up to a multiple of kMultiple, with 0. Every lane of a row
 // calls `also(row, batch, head, i, lane, lanes)`: row of delta, and of the head, where from p.sq on

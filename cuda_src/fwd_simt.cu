@@ -13,7 +13,7 @@ constexpr int kKept = kept(kValue), kChunks = chunks(kValue);
 struct Memory : Shared<kHead, kScoresStay ? 1 : STREAMED> {
   Real rows[ACROSS][kRows];  // what warps that share rows say about them
 };
-static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Memory) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 // x[i] of each row i becomes `both` of what the warps have that share rows.
 template <class Both>

@@ -27,7 +27,7 @@ struct Shared {
   KTile::Storage k;
   VTile::Storage v;
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];

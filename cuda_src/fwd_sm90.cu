@@ -78,7 +78,7 @@ struct Shared {
   unsigned long long q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES],
       v_full[STAGES], v_empty[STAGES];
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 struct TensorMaps {
   TensorMap q, k, v, out;

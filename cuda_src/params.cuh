@@ -1,4 +1,4 @@
-// What a launch is told. cuflash/cuda_backend.py packs the same bytes (its PARAMS); the size is
+// What a launch is told. PARAMS of cuflash/cuda_variants.py is for the same bytes; the size is
 // checked here, so that a drift of the two fails when compiling.
 #pragma once
 
@@ -29,7 +29,7 @@ struct Params {
   int turn_bits, pass_at_once;  // of bwd_sm80: 2^turn_bits queries are a turn, whole tiles
   double scale, softcap;        // softcap 0: none
 };
-static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_backend.py differ");
+static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_variants.py differ");
 
 // Where the numbers of a head's queries begin in lse, delta and their kin: of so many, filled up to
 // a multiple.

@@ -102,7 +102,7 @@ DEVICE void split_columns(const Head<float>& from, void* parts, long long first,
 
 extern "C" __global__ void __launch_bounds__(256) split(const Params p) {
   extern __shared__ __align__(16) char memory[];
-  static_assert(sizeof(float2[8][32]) == SHARED_BYTES, "here and in cuda_backend.py");
+  static_assert(sizeof(float2[8][32]) == SHARED_BYTES, "here and in cuda_variants.py");
   const int heads_kv = p.heads / p.group;
   const int q_blocks = (p.sq + 7) / 8, k_blocks = (p.sk + 7) / 8;
   long long block = blockIdx.x;

@@ -43,7 +43,7 @@ struct Shared {
     float stats[2][STREAMED];  // lse in base 2 and delta, of streamed queries
   };
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_backend.py differ");
+static_assert(sizeof(Shared) == SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
 // Slice n of rows row0 .. of x.
 template <class TheTile>

@@ -1,8 +1,4 @@
-"""Raw CUDA kernels: which one and which tiles a problem gets, and its launch.
-
-A kernel's file name is its dispatch name: `fwd_sm80.cu` holds `fwd_sm80`. Every variant (dtype,
-widths, tiles, whether 16-byte copies are possible) is a module of its own, compiled on first use.
-"""
+"""Raw CUDA kernels: which tiles a problem gets, and its launches."""
 
 from __future__ import annotations
 
@@ -10,97 +6,47 @@ import array
 import ctypes
 import dataclasses
 import functools
-import itertools
 import operator
-import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import _compile
+from .cuda_tiles import (
+    BACKWARD_HOPPER,
+    BACKWARD_HOPPER_32,
+    FORWARD_HOPPER,
+    FORWARD_HOPPER_32,
+    FORWARD_HOPPER_SHORT,
+    FORWARD_HOPPER_TF32,
+    HopperBackward,
+    HopperTiles,
+    HopperTwoPass,
+    OnHopper,
+    Portable,
+    SplitTiles,
+    tables,
+)
+from .cuda_variants import (
+    ELEMENTS,
+    KIB,
+    PARAMS,
+    Variant,
+    backward_steps,
+    chunks,
+    forward_variant,
+    rounded_up,
+    split_bytes,
+    split_pointers,
+    split_step,
+    split_widths,
+    stats_rows,
+    workspace,
+)
 from .problem import Problem
 
-#: Params of params.cuh: eight arrays (pointer and four strides), 16 pointers, sizes, numbers.
-PARAMS = struct.Struct("56q12i2d")
-KIB = 1024
-#: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
-ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
-REALS = {"float32": "float", "float64": "double"}
 WIDEST = 1024
-DELTA_ROWS = 32  # of a block of row_delta
-
-
-class Tiles(NamedTuple):
-    """Rows that stay with a block, rows that stream past at a time, warps, and buffers."""
-
-    resident: int
-    streamed: int
-    warps: int
-    # Of a 16-bit backward pass; elsewhere there is one buffer.
-    stages: int = 2
-    # Of that and with mma: how many of the warps divide streamed rows among them; the others,
-    # resident.
-    across: int = 1
-    # In float32 and float64: columns at a time; resident rows stay in shared memory and do not
-    # stream too; products on tensor cores; columns of a result that a block makes.
-    slice: int = 64
-    whole: bool = True
-    mma: bool = False
-    chunk: int = 256
-
-
-class WideTiles(NamedTuple):
-    """The same of wide_sm80.cu, for 16-bit heads wider than 256: 64 rows stay, with 8 warps."""
-
-    streamed: int
-    slice: int  # columns at a time
-    whole: bool = True
-    chunk: int = 512
-    resident: int = 64
-
-
-class HopperTiles(NamedTuple):
-    """Queries that stay with a block, 64 a computing warpgroup, and keys that stream past."""
-
-    resident: int
-    streamed: int
-    stages: int = 2  # buffers for K, and for V
-    # float16 numbers that a float32 becomes: two are as accurate as float32; one, as TF32.
-    parts: int = 0
-
-
-class HopperBackward(NamedTuple):
-    """Of a backward pass on Hopper, where 128 keys stay with a block: queries that stream past."""
-
-    streamed: int
-    dq_stages: int  # buffers for dQ
-    # Heads that are worked on at a time. 16 are 1 to 4 % faster than 32, at S = 512 and 8192.
-    together: int = 16
-    # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: they
-    # cost 1 to 6 % there, and 30 % with 2 heads.
-    turns_from: int = 16
-
-
-class HopperTwoPass(NamedTuple):
-    """The same where dK and dV are too wide for that, or float32: two passes, of seven products.
-
-    Queries that stream past 64 keys in the pass for dK and dV, and keys that stream past `queries`
-    in the pass for dQ.
-    """
-
-    streamed: int
-    keys: int
-    p_stages: int = 2  # buffers for P between the warpgroups
-    together: int = 8  # heads that are worked on at a time
-    parts: int = 0  # as in HopperTiles
-    queries: int = 128  # of the pass for dQ, 64 a computing warpgroup
-
-
-OnHopper = HopperBackward | HopperTwoPass
-SplitTiles = HopperTiles | HopperTwoPass
-Portable = Tiles | WideTiles
-Table = Mapping[int, Sequence[Portable]]
 
 
 @dataclass(frozen=True)
@@ -109,477 +55,6 @@ class Config:
 
     forward: Portable | HopperTiles
     backward: Portable | OnHopper
-
-
-# Beyond a width of 256, float16 and bfloat16.
-_WIDE_16 = [
-    WideTiles(128, 64), WideTiles(64, 64), WideTiles(128, 64, whole=False),
-    WideTiles(64, 64, whole=False, chunk=256),
-]  # fmt: skip
-# By dtype, then by the larger of the two widths: candidates, the first that fits the device is
-# taken. The last of a row fits 64 KiB (forward 48), so every GPU. TFLOP/s: bfloat16 on an H200,
-# 2 x 16 heads, S = 8192, full, beside PyTorch's FlashAttention-2 in the same run; more in
-# docs/kernels.md.
-_FORWARD_16: Table = {
-    64: [Tiles(128, 96, 4)],  # 316, FlashAttention-2 286; 301 with 64 keys at a time
-    128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
-    192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
-    256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
-    1024: _WIDE_16,
-}
-# On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 8192,
-# full / causal, beside cuDNN in the same run; other rows in docs/kernels.md.
-FORWARD_HOPPER = {
-    64: HopperTiles(192, 128, 4),  # 598 / 558, cuDNN 492 / 458
-    128: HopperTiles(128, 128),  # 746 / 713, cuDNN 680 / 611
-    192: HopperTiles(128, 80),
-    256: HopperTiles(128, 64),  # 817 / 710, cuDNN 739 / 633
-}
-# Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
-FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
-# float32, of which split.cu makes two float16 each: three products of four. TFLOP/s: batch 1, 16
-# heads, S = 8192 (above 128: 4096), full / causal, beside CUDA cores.
-FORWARD_HOPPER_32 = {
-    64: HopperTiles(128, 112, parts=2),  # 158 / 140, CUDA cores 43 / 43
-    128: HopperTiles(128, 64, parts=2),  # 201 / 172, CUDA cores 40 / 41
-    192: HopperTiles(128, 32, parts=2),  # 169 / 120, CUDA cores 36 / 36
-    256: HopperTiles(128, 32, 1, parts=2),  # 175 / 128, CUDA cores 35 / 36
-}
-FORWARD_HOPPER_TF32 = {
-    64: HopperTiles(128, 128, 4, parts=1),  # 254 / 207
-    128: HopperTiles(128, 80, parts=1),  # 393 / 305
-    192: HopperTiles(128, 64, parts=1),  # 370 / 238
-    256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
-}
-BACKWARD_HOPPER: dict[int, OnHopper] = {
-    64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
-    128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
-    192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
-    256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
-}
-# float32, as forward.
-BACKWARD_HOPPER_32: dict[int, OnHopper] = {
-    64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
-    128: HopperTwoPass(64, 48, 1, parts=2),  # 138 / 135, CUDA cores 32 / 31
-    192: HopperTwoPass(32, 32, 1, parts=2, queries=64),  # 112 / 108, CUDA cores 23 / 23
-    256: HopperTwoPass(16, 16, 1, parts=2, queries=64),
-}
-_BACKWARD_16: Table = {
-    64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214
-    128: [
-        Tiles(128, 64, 8, 3, 2),  # 319, FlashAttention-2 290
-        Tiles(128, 64, 8, 2, 2),  # 307
-        Tiles(64, 32, 4, 3, 2), Tiles(32, 32, 4, 1, 2),  # 200, 123
-    ],
-    192: [Tiles(64, 64, 8, 2, 4), Tiles(32, 32, 4, 2, 2), Tiles(32, 32, 4, 1, 2)],  # 231, 105
-    256: [
-        Tiles(64, 64, 8, 2, 4),  # 260, FlashAttention-2 250
-        Tiles(64, 64, 8, 1, 4),  # 226
-        Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
-    ],
-    1024: _WIDE_16,
-}  # fmt: skip
-# On CUDA cores a thread has resident * across / (4 warps) rows, as many as registers allow. A
-# list's first is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and
-# 33 in float64: H200, 16 heads, S = 4096 (2048 at 256), full.
-_SMALL = Tiles(64, 32, 4, slice=32, whole=False)
-_WIDE_32 = [
-    Tiles(64, 64, 8, across=2, slice=128, whole=False, chunk=512),
-    Tiles(64, 64, 8, across=2, whole=False, chunk=512),
-    _SMALL._replace(chunk=128),
-]
-_FORWARD_32 = {
-    64: [Tiles(128, 64, 4), Tiles(128, 32, 4), _SMALL],  # 43; 41; (256, 64, 8) 44
-    128: [Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 42; (128, 64, 8) 40
-    256: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL],  # 38; 33
-    1024: [Tiles(64, 64, 8, across=2, slice=128, chunk=512), *_WIDE_32],
-}
-_BACKWARD_32 = {
-    64: [Tiles(256, 32, 8), Tiles(128, 32, 4), Tiles(64, 32, 4), _SMALL],  # 37.8
-    128: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL],  # 33.5
-    256: [Tiles(64, 32, 4), Tiles(64, 32, 4, whole=False), _SMALL],  # 22.3
-    1024: _WIDE_32,
-}
-_SMALL_64 = Tiles(32, 32, 4, slice=32, whole=False)
-_WIDE_64 = [Tiles(64, 32, 8, whole=False), _SMALL_64._replace(chunk=128)]
-_FORWARD_64 = {
-    64: [Tiles(128, 64, 8), Tiles(64, 32, 4), _SMALL_64],  # 19.7; 17.4; (128, 32, 8) 19.2
-    128: [Tiles(128, 32, 8), Tiles(32, 32, 4), _SMALL_64],  # 19.7
-    256: [Tiles(64, 32, 8), _SMALL_64],  # 16.3
-    1024: _WIDE_64,
-}
-_BACKWARD_64 = {
-    64: [Tiles(128, 32, 8), Tiles(64, 32, 4), _SMALL_64],  # 18.9
-    128: [Tiles(64, 32, 8), _SMALL_64],
-    256: [Tiles(64, 32, 8, whole=False), _SMALL_64],
-    1024: _WIDE_64,
-}
-
-# float64 on tensor cores, where they are twice as fast as CUDA cores: compute capability 8.0, which
-# has 163 KiB, and 9.0. A thread has resident * across / (8 warps) rows.
-MMA_CAPABILITIES = 80, 90
-_WIDE_MMA = Tiles(32, 64, 8, across=4, whole=False, mma=True, chunk=512)
-FORWARD_MMA = {
-    64: [Tiles(128, 64, 8, mma=True)],  # 40.2
-    128: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],  # 36.5 (S = 4096)
-    256: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 32, 4, across=2, mma=True)],
-    1024: [_WIDE_MMA],
-}
-BACKWARD_MMA = {
-    64: [Tiles(128, 32, 8, mma=True), Tiles(64, 32, 8, across=2, mma=True)],  # 36.0
-    128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],  # 29.4
-    256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
-    1024: [_WIDE_MMA],
-}
-
-FORWARD: dict[str, Table] = {
-    "float16": _FORWARD_16, "bfloat16": _FORWARD_16, "float32": _FORWARD_32, "float64": _FORWARD_64,
-}  # fmt: skip
-BACKWARD: dict[str, Table] = {
-    "float16": _BACKWARD_16, "bfloat16": _BACKWARD_16,
-    "float32": _BACKWARD_32, "float64": _BACKWARD_64,
-}  # fmt: skip
-
-
-class Variant(NamedTuple):
-    """One compiled kernel: its file, entry point, macros and sizes of a block."""
-
-    file: str
-    entry: str
-    macros: _compile.Macros
-    threads: int
-    shared_bytes: int
-
-
-def _rounded_up(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-def _tile_bytes(rows: int, width: int) -> int:
-    return _rounded_up(2 * rows * width, 1024)
-
-
-@functools.lru_cache(4096)
-def forward_variant(problem: Problem, tiles: Portable | HopperTiles, vector: bool) -> Variant:
-    if isinstance(tiles, HopperTiles):
-        return _hopper_variant(problem, tiles, vector)
-    if isinstance(tiles, WideTiles):
-        return _wide_variant(problem, tiles, vector, 0)
-    if problem.dtype in REALS:
-        chunk = _chunks(problem.dv, tiles)[0]
-        macros = {"TRANSFORM": _transform(problem), "CHUNK": chunk}
-        maxima = tiles.across * tiles.resident
-        return _simt_variant(
-            "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), maxima
-        )
-    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
-    q_or_out = max(_tile_bytes(tiles.resident, d), _tile_bytes(tiles.resident, dv))
-    shared = q_or_out + _tile_bytes(tiles.streamed, d) + _tile_bytes(tiles.streamed, dv)
-    rows = {"BLOCK_Q": tiles.resident, "BLOCK_K": tiles.streamed}
-    return _16_bit_variant("fwd_sm80", "fwd_sm80", problem, tiles.warps, vector, rows, shared)
-
-
-@functools.lru_cache(4096)
-def backward_steps(
-    problem: Problem, tiles: Portable | OnHopper, vector: bool
-) -> list[tuple[Variant, int]]:
-    """What a backward pass launches: kernels, and of how many blocks."""
-    if isinstance(tiles, HopperBackward):
-        return _sm90_steps(problem, tiles, vector)
-    if isinstance(tiles, HopperTwoPass):
-        steps = _sm90_two_pass_steps(problem, tiles, vector)
-        return [split_step(problem, tiles, vector), *steps] if tiles.parts else steps
-    if isinstance(tiles, WideTiles):
-        return _wide_steps(problem, tiles, vector)
-    portable = _simt_steps if problem.dtype in REALS else _sm80_steps
-    return portable(problem, tiles, vector)
-
-
-def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    def width(parts):
-        return {1: problem.d, 2: problem.dv, 3: max(problem.d, problem.dv)}[parts]
-
-    def step(entry, parts):
-        kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
-        stats = 2 * tiles.streamed  # lse and delta
-        macros = {"PARTS": parts, "CHUNK": _chunks(width(parts), tiles)[0]}
-        return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros, kept, stats)
-
-    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    blocks = heads_kv * -(-problem.sk // tiles.resident)
-    # dK with dQ (1), and dV (2): wide ones do not fit at once.
-    parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
-    return [
-        (step("row_delta", parts[0]), -(-heads * problem.sq // DELTA_ROWS)),
-        *((step("bwd_simt", n), blocks * _chunks(width(n), tiles)[1]) for n in parts),
-    ]
-
-
-def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    keys, queries = tiles.resident, tiles.streamed
-    d, dv = _backward_width(problem.d, tiles), _backward_width(problem.dv, tiles)
-    stage = _tile_bytes(queries, d) + _tile_bytes(queries, dv)
-    ds_and_p = (1 if tiles.across == 1 else 2) * _tile_bytes(queries, keys)
-    shared = _tile_bytes(keys, d) + _tile_bytes(keys, dv) + tiles.stages * stage
-    shared += (2 if tiles.stages == 3 else 1) * ds_and_p
-    shared += _rounded_up(tiles.stages * 2 * 4 * queries, 1024)  # lse and delta
-    macros = {
-        "HEAD_DIM": d,
-        "VALUE_DIM": dv,
-        "BLOCK_K": keys,
-        "BLOCK_Q": queries,
-        "WARPS_K": tiles.warps // tiles.across,
-        "WARPS_Q": tiles.across,
-        "STAGES": tiles.stages,
-    }
-
-    def step(entry):
-        return _16_bit_variant("bwd_sm80", entry, problem, tiles.warps, vector, macros, shared)
-
-    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    store_dq = step("store_dq")._replace(shared_bytes=_tile_bytes(queries, d))
-    return [
-        (step("row_delta"), -(-heads * problem.sq // DELTA_ROWS)),
-        (step("bwd_sm80"), heads_kv * -(-problem.sk // keys)),
-        (store_dq, heads * -(-problem.sq // queries)),
-    ]
-
-
-def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    keys, queries = 128, tiles.streamed
-    d, dv = _rounded_up(problem.d, 32), _rounded_up(problem.dv, 32)
-    if queries == 64:
-        d = max(d, 96)  # two slabs
-    shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
-    shared += 2 * _slab_bytes(queries, keys)  # dS
-    shared += tiles.dq_stages * 4 * queries * _dq_width(d, tiles) + KIB  # which tiles, and barriers
-    macros = {
-        "HEAD_DIM": d,
-        "VALUE_DIM": dv,
-        "BLOCK_Q": queries,
-        "DQ_STAGES": tiles.dq_stages,
-    }
-
-    def step(entry):
-        return _16_bit_variant("bwd_sm90", entry, problem, 12, vector, macros, shared)
-
-    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    q_tiles = heads * -(-problem.sq // queries)
-    return [
-        (step("row_delta"), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
-        (step("bwd_sm90"), heads_kv * -(-problem.sk // keys)),
-        (step("store_dq")._replace(threads=256, shared_bytes=0), q_tiles),
-    ]
-
-
-def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    parts = max(tiles.parts, 1)
-    d, dv = (parts * _rounded_up(width, 64) for width in (problem.d, problem.dv))
-    queries, keys = tiles.streamed, tiles.keys  # of the passes for dK and dV, and for dQ
-
-    def step(file, entry, macros, shared, warps=12):
-        macros = {"SPLIT": tiles.parts, **macros}
-        for name, width in (("HEAD_DIM", problem.d), ("VALUE_DIM", problem.dv)):
-            if tiles.parts and width > 128:  # whole slices
-                macros[name] = _rounded_up(width, 64)
-        return _16_bit_variant(file, entry, problem, warps, vector, macros, shared)
-
-    shared = _slab_bytes(64, d) + _slab_bytes(64, dv)
-    shared += _rings_bytes(queries, d, dv, (3, 2) if tiles.parts else (1, 1))
-    shared += tiles.p_stages * 4 * queries * 64 + KIB
-    of_kv = {"BLOCK_Q": queries, "P_STAGES": tiles.p_stages, "STATS_KEYS": keys}, shared
-    shared = sum(_slab_bytes(tiles.queries + 2 * keys, width) for width in (d, dv))
-    shared += _rounded_up(104 + 16 * (keys if tiles.parts else 4), KIB)  # barriers, and factors
-    macros = {"BLOCK_Q": tiles.queries, "BLOCK_K": keys, "STATS_ROWS": queries}
-    of_q = macros, shared, 4 + tiles.queries // 16
-    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    return [
-        (step("bwd_sm90_kv", "row_delta", *of_kv), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
-        (step("bwd_sm90_q", "bwd_sm90_q", *of_q), heads * -(-problem.sq // tiles.queries)),
-        (step("bwd_sm90_kv", "bwd_sm90_kv", *of_kv), heads_kv * -(-problem.sk // 64)),
-    ]
-
-
-def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int) -> Variant:
-    """`number`: the pass, as wide_sm80.cu counts them."""
-    of_ds = number >= 2
-    d, dv = _rounded_up(problem.d, tiles.slice), _rounded_up(problem.dv, tiles.slice)
-    own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
-    shared = own_slices * _tile_bytes(64, tiles.slice) + _tile_bytes(64, tiles.streamed)
-    shared += 2 * _tile_bytes(tiles.streamed, tiles.slice) + 2 * KIB  # what threads tell each other
-    macros = {
-        "HEAD_DIM": d,
-        "VALUE_DIM": dv,
-        "PASS": number,
-        "CHUNK": _chunks(d if of_ds else dv, tiles)[0],
-        "STREAMED": tiles.streamed,
-        "SLICE": tiles.slice,
-        "WHOLE": int(tiles.whole),
-    }
-    return _16_bit_variant("wide_sm80", "wide_sm80", problem, 8, vector, macros, shared)
-
-
-def _chunks(width: int, tiles: Portable) -> tuple[int, int]:
-    """Columns of a result of this width that a block makes, and how many blocks share a row."""
-    slices = -(-width // tiles.slice)
-    blocks = -(-slices * tiles.slice // tiles.chunk)
-    return -(-slices // blocks) * tiles.slice, blocks
-
-
-def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-
-    def step(number, rows, width):
-        blocks = rows[0] * -(-rows[1] // tiles.resident) * _chunks(width, tiles)[1]
-        return _wide_variant(problem, tiles, vector, number), blocks
-
-    dv, dk, dq = (
-        step(1, (heads_kv, problem.sk), problem.dv),
-        step(2, (heads_kv, problem.sk), problem.d),
-        step(3, (heads, problem.sq), problem.d),
-    )
-    row_delta = dv[0]._replace(entry="row_delta", threads=256, shared_bytes=0)
-    return [(row_delta, -(-heads * problem.sq // DELTA_ROWS)), dv, dk, dq]
-
-
-def _slab_bytes(rows: int, width: int) -> int:
-    """Of a tile as a tensor copy writes it."""
-    return 2 * rows * _rounded_up(width, 64)
-
-
-def _rings_bytes(queries: int, d: int, dv: int, numbers: tuple[int, int] = (1, 1)) -> int:
-    """Of two struct Ring: two tiles of q or dout, with numbers of each row, and barriers."""
-    return sum(
-        _rounded_up(2 * _slab_bytes(queries, width) + 2 * 4 * queries * n + 4 * 8, KIB)
-        for width, n in zip((d, dv), numbers, strict=True)
-    )
-
-
-def _dq_width(width: int, tiles: HopperBackward) -> int:
-    """Of dQ in float32: two warpgroups share 128 queries, and of 64 queries two slabs."""
-    return _rounded_up(width, 32 if tiles.streamed == 128 else 128)
-
-
-def _backward_width(width: int, tiles: Tiles) -> int:
-    """Columns of a tile: warps divide them in blocks of 16."""
-    return _rounded_up(width, 16 * max(2, tiles.across))
-
-
-def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Variant:
-    d, dv = _rounded_up(problem.d, 64), _rounded_up(problem.dv, 64)
-    groups, parts = tiles.resident // 64, max(tiles.parts, 1)
-    if tiles.parts:
-        out = groups * KIB
-        q_factors, kv_factors = 4 * tiles.resident, 4 * (tiles.streamed + dv)
-    else:
-        out = 2 * tiles.resident * min(dv, 128)
-        q_factors, kv_factors = 16, 32
-    k_and_v = 2 * parts * tiles.streamed * (d + dv) + kv_factors + 4 * 8  # and barriers
-    q = 2 * parts * tiles.resident * d + q_factors + 40
-    shared = {  # by the number of buffers for Q
-        n: _rounded_up(n * q + tiles.stages * k_and_v + out + 4 * groups, KIB) for n in (1, 2)
-    }
-    q_stages = 2 if shared[2] <= 227 * KIB else 1
-    macros = {
-        "SPLIT": tiles.parts,
-        **({"VALUE_DIM": dv} if tiles.parts and dv > 128 else {}),  # whole slices
-        "BLOCK_Q": tiles.resident,
-        "BLOCK_K": tiles.streamed,
-        "STAGES": tiles.stages,
-        "Q_STAGES": q_stages,
-    }
-    warps = 4 * groups + 4
-    return _16_bit_variant("fwd_sm90", "fwd_sm90", problem, warps, vector, macros, shared[q_stages])
-
-
-def split_step(p: Problem, tiles: SplitTiles, vector: bool) -> tuple[Variant, int]:
-    """What comes before the kernels for float32, and of how many blocks."""
-    queries, keys = _split_rows(tiles)
-    macros = {
-        "PARTS": tiles.parts,
-        "BLOCK_Q": queries,
-        "BLOCK_K": keys,
-        "HEAD_DIM": _rounded_up(p.d, 64),
-        "VALUE_DIM": _rounded_up(p.dv, 64),
-    }
-    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    entry = "split" if isinstance(tiles, HopperTiles) else "split_rows"
-    variant = _variant("split", entry, 8, vector, macros, 8 * 32 * 8)
-    if entry == "split_rows":
-        rows = heads * _rounded_up(p.sq, queries) + heads_kv * _rounded_up(p.sk, keys)
-        return variant, -(-2 * rows // 8)
-    of_v = -(-p.sk // keys) * -(-p.dv // 64)  # a block for 64 columns of a tile
-    return variant, heads * -(-p.sq // 8) + heads_kv * (-(-p.sk // 8) + of_v)
-
-
-def _split_rows(tiles: SplitTiles) -> tuple[int, int]:
-    """Factors of a head's queries, and of its keys, are filled up to multiples of these."""
-    if isinstance(tiles, HopperTiles):
-        return tiles.resident, tiles.streamed
-    return tiles.streamed, tiles.keys
-
-
-def _transform(problem: Problem) -> int:
-    """Whether scores are not just products with a positive factor."""
-    return int(problem.softcap is not None or problem.scale <= 0)
-
-
-def _16_bit_variant(file, entry, problem, warps, vector, macros, shared) -> Variant:
-    macros = {
-        "ELEMENT": ELEMENTS.get(problem.dtype, "Half"),  # of float32, parts
-        "HEAD_DIM": _rounded_up(problem.d, 32),
-        "VALUE_DIM": _rounded_up(problem.dv, 32),
-        "TRANSFORM": _transform(problem),
-        **macros,
-    }
-    return _variant(file, entry, warps, vector, macros, shared)
-
-
-def _simt_variant(file, entry, problem, tiles, vector, macros, kept, rows) -> Variant:
-    """`kept`: widths of the block's own rows; `rows`: numbers about rows in its memory."""
-    macros = {
-        "REAL": REALS[problem.dtype],
-        "HEAD_DIM": _rounded_up(problem.d, tiles.slice),
-        "VALUE_DIM": _rounded_up(problem.dv, tiles.slice),
-        "SLICE": tiles.slice,
-        "STREAMED": tiles.streamed,
-        "ROWS_PER_THREAD": tiles.resident * tiles.across // ((8 if tiles.mma else 4) * tiles.warps),
-        "ACROSS": tiles.across,
-        "MMA": int(tiles.mma),
-        "WHOLE": int(tiles.whole),
-        "SOFTCAP": int(problem.softcap is not None),
-        **macros,
-    }
-    slices = sum(-(-width // tiles.slice) for width in kept) if tiles.whole else 2
-    pad = 4 if tiles.mma else 16 // problem.itemsize  # of every row
-    stay = tiles.mma and tiles.across == 1 and file == "fwd_simt"
-    scores = 1 if stay else tiles.streamed
-    own_row = tiles.resident + pad
-    theirs = max(  # columns first, or as they lie
-        tiles.slice * (tiles.streamed + pad), tiles.streamed * (tiles.slice + pad)
-    )
-    powers = 128 // problem.itemsize  # 16 doubles
-    numbers = (slices * tiles.slice + scores) * own_row + 2 * theirs + powers + rows
-    return _variant(file, entry, tiles.warps, vector, macros, numbers * problem.itemsize)
-
-
-def _variant(file, entry, warps, vector, macros, shared) -> Variant:
-    macros = {
-        **macros,
-        "WARPS": warps,
-        "VECTOR": int(vector),
-        "SHARED_BYTES": shared,
-        "PARAMS_BYTES": PARAMS.size,
-    }
-    threads, shared = (256, 0) if entry == "row_delta" else (32 * warps, shared)
-    return Variant(file + ".cu", entry, tuple(macros.items()), threads, shared)
-
-
-def tables(dtype: str, capability: int) -> tuple[Table, Table]:
-    """Of the forward and of the backward kernel, without Hopper's own."""
-    if dtype == "float64" and capability in MMA_CAPABILITIES:
-        return FORWARD_MMA, BACKWARD_MMA
-    return FORWARD[dtype], BACKWARD[dtype]
 
 
 def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
@@ -726,40 +201,6 @@ def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> N
     _launch(plan, pointers, rows, split[4:7])
 
 
-def split_bytes(p: Problem, tiles: SplitTiles) -> int:
-    """Of what split.cu writes."""
-    return _split_memory(p, tiles)[0]
-
-
-def split_pointers(p: Problem, tiles: SplitTiles, start: int) -> list[int]:
-    """To factors of q, k, v and dout, to their parts, and to weights, in this memory."""
-    return [start + offset for offset in _split_memory(p, tiles)[1]]
-
-
-@functools.lru_cache(4096)
-def _split_memory(p: Problem, tiles: SplitTiles) -> tuple[int, list[int]]:
-    """Bytes, and where in them what split_pointers names begins."""
-    queries, keys = _split_rows(tiles)
-    heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    all_rows = [heads * p.sq, heads_kv * p.sk, heads_kv * p.sk, heads * p.sq]
-    of_q, of_k = heads * _rounded_up(p.sq, queries), heads_kv * _rounded_up(p.sk, keys)
-    factors, weights = [of_q, of_k, of_k, of_q], of_q
-    if isinstance(tiles, HopperTiles):  # v has a factor for each column of a tile
-        all_rows[3] = factors[3] = weights = 0
-        factors[2] = of_k // keys * _rounded_up(p.dv, 64)
-    widths = split_widths(p, tiles)
-    sizes = [4 * n for n in factors]
-    sizes += [2 * rows * width for rows, width in zip(all_rows, widths, strict=True)]
-    sizes += [4 * weights]
-    offsets = [0, *itertools.accumulate(_rounded_up(size, KIB) for size in sizes)]
-    return offsets[-1], offsets[:-1]
-
-
-def split_widths(p: Problem, tiles: SplitTiles) -> list[int]:
-    """Of q, k, v and dout as float16 arrays: of all parts."""
-    return [tiles.parts * _rounded_up(width, 64) for width in (p.d, p.d, p.dv, p.dv)]
-
-
 def _parts_encoder(p: Problem, tiles: SplitTiles, rows: tuple[int, ...]) -> Callable:
     """As `_encoder`, for the parts, which are contiguous."""
     widths = split_widths(p, tiles)
@@ -786,7 +227,7 @@ def _aligned_copy(x: Any) -> Any:
     import cupy
 
     *lengths, width = x.shape
-    copy = cupy.ndarray((*lengths, _rounded_up(width, 8)), x.dtype)[..., :width]
+    copy = cupy.ndarray((*lengths, rounded_up(width, 8)), x.dtype)[..., :width]
     copy[...] = x
     return copy
 
@@ -806,7 +247,7 @@ def _tensor_maps(
     """
     encode = _driver().cuTensorMapEncodeTiled
     memory = ctypes.create_string_buffer(64 + 6 * 128)
-    start = _rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
+    start = rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
     of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
     sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads), of_k, of_v
     float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
@@ -889,29 +330,6 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     return [of_q, (tiles.streamed, 64, 64, tiles.streamed)]
 
 
-def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
-    """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
-    queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
-    return p.batch * p.heads * _rounded_up(p.sq, queries)
-
-
-def workspace(
-    problem: Problem, tiles: Portable | OnHopper, deterministic: bool
-) -> tuple[int, int, int]:
-    """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
-    heads = problem.batch * problem.heads
-    q_tiles = heads * -(-problem.sq // tiles.streamed)
-    if isinstance(tiles, HopperTwoPass | WideTiles):
-        return 0, 0, 0
-    if isinstance(tiles, HopperBackward):
-        turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
-        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
-    turns = q_tiles * tiles.warps  # a turn is a tile or more
-    if problem.dtype in REALS:  # blocks add to the result itself
-        return 0, turns * _chunks(problem.d, tiles)[1], 0
-    return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns, 0
-
-
 def _described(operands: list) -> tuple[list[int], tuple[tuple, bool]]:
     """Pointers; strides, and whether all pointers are aligned to 16 bytes."""
     pointers = [x.data.ptr for x in operands]
@@ -944,7 +362,7 @@ def _forward_plan(
             vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
             encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
     else:
-        blocks *= _chunks(problem.dv, tiles)[1]
+        blocks *= chunks(problem.dv, tiles)[1]
     variants = [(forward_variant(problem, tiles, vector), blocks)]
     if isinstance(tiles, HopperTiles) and tiles.parts:
         variants.insert(0, split_step(problem, tiles, vector))

@@ -14,8 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
-SOURCES = ("cuda_src/*.cu", "cuda_src/*.cuh", "cuflash/*_backend.py", "cuflash/_compile.py",
-           "cuflash/problem.py", "cuflash/api.py", "cuflash/arrays.py")  # fmt: skip
+SOURCES = ("cuda_src/*.cu", "cuda_src/*.cuh", "cuflash/*_backend.py", "cuflash/cuda_tiles.py",
+           "cuflash/cuda_variants.py", "cuflash/_compile.py", "cuflash/problem.py",
+           "cuflash/api.py", "cuflash/arrays.py")  # fmt: skip
 
 
 def digests() -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import _compile, cuda_backend
+from cuflash import _compile, cuda_backend, cuda_tiles, cuda_variants
 from cuflash.problem import Problem
 
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC; the `test` extra brings both")
@@ -35,11 +35,11 @@ SPILLS = {
 HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 
 
-def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
+def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
     """Every variant of the tile tables that a device of this architecture may choose."""
     limit = ARCHITECTURES[arch] * KIB
     capability = int(arch.removeprefix("sm_").removesuffix("a"))
-    forward_table, backward_table = cuda_backend.tables(dtype, capability)
+    forward_table, backward_table = cuda_tiles.tables(dtype, capability)
 
     def problem(width, softcap=None):
         return Problem("cuda", dtype, 1, 1, 1, 9, 9, width, width, 1.0, softcap=softcap)
@@ -51,38 +51,38 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
                     yield width, tiles
 
     forward = [
-        cuda_backend.forward_variant(problem(width), tiles, True)
+        cuda_variants.forward_variant(problem(width), tiles, True)
         for width, tiles in with_widths(forward_table)
     ]
-    if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
+    if arch == "sm_90a" and dtype in cuda_variants.ELEMENTS:
         forward += [
-            cuda_backend.forward_variant(problem(width), tiles, vector)
-            for table in (cuda_backend.FORWARD_HOPPER, cuda_backend.FORWARD_HOPPER_SHORT)
+            cuda_variants.forward_variant(problem(width), tiles, vector)
+            for table in (cuda_tiles.FORWARD_HOPPER, cuda_tiles.FORWARD_HOPPER_SHORT)
             for width, tiles in table.items()
             for vector in (True, False)
         ]
     if arch == "sm_90a" and dtype == "float32":
-        for table in (cuda_backend.FORWARD_HOPPER_32, cuda_backend.FORWARD_HOPPER_TF32):
+        for table in (cuda_tiles.FORWARD_HOPPER_32, cuda_tiles.FORWARD_HOPPER_TF32):
             for width, tiles in table.items():
                 for vector in (True, False):
-                    forward.append(cuda_backend.forward_variant(problem(width), tiles, vector))
-                    forward.append(cuda_backend.split_step(problem(width), tiles, vector)[0])
+                    forward.append(cuda_variants.forward_variant(problem(width), tiles, vector))
+                    forward.append(cuda_variants.split_step(problem(width), tiles, vector)[0])
 
     def steps(problem, tiles, vector):
-        variants = [v for v, _ in cuda_backend.backward_steps(problem, tiles, vector)]
+        variants = [v for v, _ in cuda_variants.backward_steps(problem, tiles, vector)]
         return [v for v in variants if v.entry != "row_delta"]
 
     backward = [steps(problem(width), tiles, True) for width, tiles in with_widths(backward_table)]
-    if arch == "sm_90a" and dtype in cuda_backend.ELEMENTS:
+    if arch == "sm_90a" and dtype in cuda_variants.ELEMENTS:
         backward += [
             steps(problem(width, softcap), tiles, vector)
-            for width, tiles in cuda_backend.BACKWARD_HOPPER.items()
+            for width, tiles in cuda_tiles.BACKWARD_HOPPER.items()
             for softcap, vector in ((None, True), (2.0, False))
         ]
     if arch == "sm_90a" and dtype == "float32":
         backward += [
             steps(problem(width), tiles, vector)
-            for width, tiles in cuda_backend.BACKWARD_HOPPER_32.items()
+            for width, tiles in cuda_tiles.BACKWARD_HOPPER_32.items()
             for vector in (True, False)
         ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
@@ -91,7 +91,7 @@ def rows(arch: str, dtype: str) -> list[cuda_backend.Variant]:
     ]
 
 
-def report(variant: cuda_backend.Variant, arch: str) -> tuple[int, int, list[str], str]:
+def report(variant: cuda_variants.Variant, arch: str) -> tuple[int, int, list[str], str]:
     """Registers, spilled bytes, serialisation warnings of ptxas, and what Hopper is to run."""
     code, log = _compile.cubin(variant.file, variant.macros, arch)
     (part,) = (b for b in log.split("Compiling entry function")[1:] if f"'{variant.entry}'" in b)
@@ -128,25 +128,28 @@ def test_every_row_compiles_within_its_budget(arch):
         assert 3 * waits <= products, (variant, products, waits)
 
 
-@pytest.mark.parametrize("dtype", cuda_backend.FORWARD)
+@pytest.mark.parametrize("dtype", cuda_tiles.FORWARD)
 @pytest.mark.parametrize(("capability", "limit"), [(75, 64), (80, 163), (86, 99), (90, 227)])
 @pytest.mark.parametrize("d", [1, 32, 64, 65, 128, 160, 192, 224, 256, 264, 512, 784, 1024])
 def test_every_device_and_width_has_tiles(d, capability, limit, dtype):
     p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, max(257 - d, 16), 1.0)
     config = cuda_backend.config_for(p, capability, limit * KIB)
-    steps = cuda_backend.backward_steps(p, config.backward, True)
-    for variant in (cuda_backend.forward_variant(p, config.forward, True), *(v for v, _ in steps)):
+    steps = cuda_variants.backward_steps(p, config.backward, True)
+    for variant in (cuda_variants.forward_variant(p, config.forward, True), *(v for v, _ in steps)):
         assert variant.shared_bytes <= limit * KIB
 
 
-@pytest.mark.parametrize("dtype", cuda_backend.FORWARD)
+@pytest.mark.parametrize("dtype", cuda_tiles.FORWARD)
 @pytest.mark.parametrize(("d", "dv"), [(72, 40), (264, 40)])
 def test_other_variants_compile(d, dv, dtype):
     # No 16-byte copies, a softcap, unequal widths, not a multiple of 64.
     p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, dv, 1.0, softcap=2.0)
     config = cuda_backend.config_for(p, 90, 227 * KIB)
-    steps = cuda_backend.backward_steps(p, config.backward, False)
-    for variant in (cuda_backend.forward_variant(p, config.forward, False), *(v for v, _ in steps)):
+    steps = cuda_variants.backward_steps(p, config.backward, False)
+    for variant in (
+        cuda_variants.forward_variant(p, config.forward, False),
+        *(v for v, _ in steps),
+    ):
         code, _ = _compile.cubin(variant.file, variant.macros, "sm_90a")
         assert code.startswith(b"\x7fELF")
 
@@ -155,9 +158,9 @@ def test_other_variants_compile(d, dv, dtype):
 @pytest.mark.parametrize("wrong", ["PARAMS_BYTES", "SHARED_BYTES"])
 def test_sizes_that_drift_apart_do_not_compile(wrong, dtype):
     p = Problem("cuda", dtype, 1, 1, 1, 9, 9, 64, 64, 1.0)
-    variant = cuda_backend.forward_variant(p, cuda_backend.FORWARD[dtype][64][0], True)
+    variant = cuda_variants.forward_variant(p, cuda_tiles.FORWARD[dtype][64][0], True)
     macros = {**dict(variant.macros), wrong: dict(variant.macros)[wrong] + 8}
-    with pytest.raises(Exception, match=r"cuda_backend\.py differ"):
+    with pytest.raises(Exception, match=r"cuda_variants\.py differ"):
         _compile.cubin(variant.file, tuple(macros.items()), "sm_90a")
 
 

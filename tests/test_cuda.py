@@ -10,6 +10,8 @@ import cuflash
 from cuflash import (
     attention_reference_grad,
     cuda_backend,
+    cuda_tiles,
+    cuda_variants,
     flash_attention,
     flash_attention_grad,
 )
@@ -21,19 +23,19 @@ pytestmark = pytest.mark.gpu
 def configs():
     """Every row of the tile tables, with the width that it is for."""
     for dtype, capability in (("bfloat16", 80), ("float32", 80), ("float64", 75), ("float64", 80)):
-        tables = cuda_backend.tables(dtype, capability)
+        tables = cuda_tiles.tables(dtype, capability)
         for width in sorted(set().union(*tables)):
             lists = [next(rows for w, rows in table.items() if w >= width) for table in tables]
             for i in range(max(map(len, lists))):
                 tiles = (rows[min(i, len(rows) - 1)] for rows in lists)
                 # Some rows for all wide heads keep more than fits at 1,024.
                 yield dtype, min(width, 512), cuda_backend.Config(*tiles)
-    for table in (cuda_backend.FORWARD_HOPPER, cuda_backend.FORWARD_HOPPER_SHORT):
+    for table in (cuda_tiles.FORWARD_HOPPER, cuda_tiles.FORWARD_HOPPER_SHORT):
         for width, tiles in table.items():
-            for dtype in cuda_backend.ELEMENTS:
-                yield dtype, width, cuda_backend.Config(tiles, cuda_backend.BACKWARD_HOPPER[width])
-    for width, tiles in cuda_backend.FORWARD_HOPPER_32.items():
-        backward = cuda_backend.BACKWARD_HOPPER_32[width]
+            for dtype in cuda_variants.ELEMENTS:
+                yield dtype, width, cuda_backend.Config(tiles, cuda_tiles.BACKWARD_HOPPER[width])
+    for width, tiles in cuda_tiles.FORWARD_HOPPER_32.items():
+        backward = cuda_tiles.BACKWARD_HOPPER_32[width]
         yield "float32", width, cuda_backend.Config(tiles, backward)
 
 
@@ -55,11 +57,11 @@ def tiles_for(request):
 def test_every_row_of_the_tables_is_right(dtype, width, config):
     import cupy
 
-    if isinstance(config.forward, cuda_backend.HopperTiles):
+    if isinstance(config.forward, cuda_tiles.HopperTiles):
         needs_hopper()
-    elif isinstance(config.forward, cuda_backend.Tiles) and config.forward.mma:
+    elif isinstance(config.forward, cuda_tiles.Tiles) and config.forward.mma:
         capability, *_ = cuda_backend._limits(cupy.cuda.runtime.getDevice())
-        if capability not in cuda_backend.MMA_CAPABILITIES:
+        if capability not in cuda_tiles.MMA_CAPABILITIES:
             pytest.skip("needs float64 tensor cores")
     run = Run(case(150, 170, d=width, dv=width, batch=1, heads=2, heads_kv=1, dtype=dtype,
                    layout="contiguous", causal=True), cupy)  # fmt: skip

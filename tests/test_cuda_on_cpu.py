@@ -23,15 +23,10 @@ from cuflash import (
     attention_reference,
     attention_reference_grad,
     cuda_backend,
+    cuda_variants,
 )
-from cuflash.cuda_backend import (
-    Config,
-    HopperBackward,
-    HopperTiles,
-    HopperTwoPass,
-    Tiles,
-    WideTiles,
-)
+from cuflash.cuda_backend import Config
+from cuflash.cuda_tiles import HopperBackward, HopperTiles, HopperTwoPass, Tiles, WideTiles
 from cuflash.problem import Problem
 
 HERE = Path(__file__).parent
@@ -222,25 +217,27 @@ def backward(backend, problem, tiles, run, out, lse):
     operands = [run.q, run.k, run.v, out, run.dout, dq, dk, dv]
     pointers, layout = backend._described([Device(x) for x in operands])
     plan = backend._backward_plan(0, problem, tiles, *layout)
-    lse_log2, delta = np.full((2, backend.stats_rows(problem, tiles)), np.nan, problem.compute)
+    lse_log2, delta = np.full(
+        (2, cuda_variants.stats_rows(problem, tiles)), np.nan, problem.compute
+    )
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
-    sizes = backend.workspace(problem, tiles, False)
+    sizes = cuda_variants.workspace(problem, tiles, False)
     sums, turns, tickets = (np.zeros(n, "f4") for n in sizes)
     if turns.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
     mapped = backend.backward_mapped(pointers)
     if isinstance(tiles, HopperTwoPass) and tiles.parts:
-        _memory, split = split_memory(backend, problem, tiles)
+        _memory, split = split_memory(problem, tiles)
         rows, mapped = rows + split, split[4:8]
     backend._launch(plan, pointers, rows, mapped)
     return dq, dk, dv
 
 
-def split_memory(backend, problem, tiles):
+def split_memory(problem, tiles):
     """Memory full of NaN for what split.cu writes, and pointers into it."""
-    memory = np.full(backend.split_bytes(problem, tiles), 255, np.uint8)
-    return memory, backend.split_pointers(problem, tiles, memory.ctypes.data)
+    memory = np.full(cuda_variants.split_bytes(problem, tiles), 255, np.uint8)
+    return memory, cuda_variants.split_pointers(problem, tiles, memory.ctypes.data)
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -290,7 +287,7 @@ def hopper(on_cpu):
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan, mapped = on_cpu._forward_plan(0, problem, tiles, *layout), pointers
         if tiles.parts:
-            _memory, split = split_memory(on_cpu, problem, tiles)
+            _memory, split = split_memory(problem, tiles)
             rows, mapped = rows + split, split[4:7]
         on_cpu._launch(plan, pointers, rows, mapped)
         return out, lse
