@@ -34,12 +34,10 @@ from .cuda_variants import (
     PARAMS,
     Variant,
     backward_steps,
-    chunks,
-    forward_variant,
+    forward_steps,
     rounded_up,
     split_bytes,
     split_pointers,
-    split_step,
     split_widths,
     stats_rows,
     workspace,
@@ -63,15 +61,12 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     # Larger forward tiles spill on Turing, where half the products need two steps.
     forward_limit = min(shared_limit, 48 * KIB) if capability < 80 else shared_limit
 
-    def first(table, shared_bytes, limit):
+    def first(table, steps, limit):
+        def shared_bytes(tiles):
+            return max(v.shared_bytes for v, _ in steps(problem, tiles, True))
+
         rows = next(rows for w, rows in table.items() if w >= width)
         return next(tiles for tiles in rows if shared_bytes(tiles) <= limit)
-
-    def forward_bytes(tiles):
-        return forward_variant(problem, tiles, True).shared_bytes
-
-    def backward_bytes(tiles):
-        return max(step.shared_bytes for step, _ in backward_steps(problem, tiles, True))
 
     on_hopper = capability == 90 and width <= max(FORWARD_HOPPER)
     if on_hopper and problem.dtype in ELEMENTS:
@@ -86,8 +81,8 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         return Config(forward[row], BACKWARD_HOPPER_32[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     return Config(
-        first(forward_table, forward_bytes, forward_limit),
-        first(backward_table, backward_bytes, shared_limit),
+        first(forward_table, forward_steps, forward_limit),
+        first(backward_table, backward_steps, shared_limit),
     )
 
 
@@ -106,11 +101,11 @@ def resources(problem: Problem) -> list[tuple[str, int, int, int, int]]:
     import cupy
 
     device, config = cupy.cuda.runtime.getDevice(), default_config(problem)
-    variants = [forward_variant(problem, config.forward, True)]
-    if isinstance(config.forward, HopperTiles) and config.forward.parts:
-        variants.insert(0, split_step(problem, config.forward, True)[0])
-    variants += [variant for variant, _ in backward_steps(problem, config.backward, True)]
-    kernels = [(v, _kernel(device, v)) for v in variants]
+    steps = [
+        *forward_steps(problem, config.forward, True),
+        *backward_steps(problem, config.backward, True),
+    ]
+    kernels = [(v, _kernel(device, v)) for v, _ in steps]
     return [
         (v.entry, v.threads, kernel.num_regs, kernel.local_size_bytes, v.shared_bytes)
         for v, kernel in kernels
@@ -351,24 +346,18 @@ def _forward_plan(
     device, problem: Problem, tiles: Portable | HopperTiles, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
-    blocks = q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     encoders = []
     if isinstance(tiles, HopperTiles):
-        blocks = min(blocks, _limits(device)[2])  # each takes many tiles
         boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
         if tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes[:3])]
         else:
             vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
             encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
-    else:
-        blocks *= chunks(problem.dv, tiles)[1]
-    variants = [(forward_variant(problem, tiles, vector), blocks)]
-    if isinstance(tiles, HopperTiles) and tiles.parts:
-        variants.insert(0, split_step(problem, tiles, vector))
     template = _template(problem, strides, _section(problem))
-    counts = q_tiles > blocks and not _uniform(problem)
-    return Plan(template, _loaded(device, variants, encoders), counts)
+    steps = forward_steps(problem, tiles, vector)
+    more = isinstance(tiles, HopperTiles) and steps[-1][1] > _limits(device)[2]
+    return Plan(template, _loaded(device, steps, encoders), more and not _uniform(problem))
 
 
 @functools.lru_cache(4096)
@@ -378,9 +367,6 @@ def _backward_plan(
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
     section, encoders = 0, []
-    if isinstance(tiles, HopperBackward):
-        most = _limits(device)[2]  # blocks that stay
-        steps = [(v, min(n, most) if v.entry == "bwd_sm90" else n) for v, n in steps]
     if isinstance(tiles, OnHopper):
         section, all_boxes = tiles.together, backward_boxes(tiles, vector)
         if isinstance(tiles, HopperTwoPass) and tiles.parts:
@@ -435,15 +421,19 @@ def _template(p: Problem, strides: tuple, section: int) -> array.array:
     return array.array("q", packed)
 
 
-def _loaded(device: int, variants: list[tuple[Variant, int]], encoders: list) -> list[tuple]:
+def _loaded(device: int, steps: list[tuple[Variant, int]], encoders: list) -> list[tuple]:
+    left, most = iter(encoders), _limits(device)[2]
+
+    def grid(entry, blocks):  # a block of these two takes many tiles
+        return min(blocks, most) if entry in ("fwd_sm90", "bwd_sm90") else blocks
+
     # The function behind a RawKernel, which itself looks for the device at every launch.
-    left = iter(encoders)
     return [
         (
-            _kernel(device, v).kernel, (blocks,), (v.threads,), v.shared_bytes,
+            _kernel(device, v).kernel, (grid(v.entry, blocks),), (v.threads,), v.shared_bytes,
             next(left) if "sm90" in v.entry else None,
         )
-        for v, blocks in variants
+        for v, blocks in steps
         if blocks
     ]  # fmt: skip
 

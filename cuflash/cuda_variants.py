@@ -52,13 +52,25 @@ def _tile_bytes(rows: int, width: int) -> int:
 
 
 @functools.lru_cache(4096)
+def forward_steps(
+    problem: Problem, tiles: Portable | HopperTiles, vector: bool
+) -> list[tuple[Variant, int]]:
+    """What a forward pass launches: kernels, and of how many blocks."""
+    variant = forward_variant(problem, tiles, vector)
+    q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    if not isinstance(tiles, HopperTiles):
+        return [(variant, q_tiles * _chunks(problem.dv, tiles)[1])]
+    before = [split_step(problem, tiles, vector)] if tiles.parts else []
+    return [*before, (variant, q_tiles)]
+
+
 def forward_variant(problem: Problem, tiles: Portable | HopperTiles, vector: bool) -> Variant:
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
     if isinstance(tiles, WideTiles):
         return _wide_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
-        chunk = chunks(problem.dv, tiles)[0]
+        chunk = _chunks(problem.dv, tiles)[0]
         macros = {"TRANSFORM": _transform(problem), "CHUNK": chunk}
         maxima = tiles.across * tiles.resident
         return _simt_variant(
@@ -94,7 +106,7 @@ def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     def step(entry, parts):
         kept = (problem.d, problem.dv) if parts & 1 else (problem.d,)
         stats = 2 * tiles.streamed  # lse and delta
-        macros = {"PARTS": parts, "CHUNK": chunks(width(parts), tiles)[0]}
+        macros = {"PARTS": parts, "CHUNK": _chunks(width(parts), tiles)[0]}
         return _simt_variant("bwd_simt", entry, problem, tiles, vector, macros, kept, stats)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
@@ -103,7 +115,7 @@ def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     parts = (3,) if max(problem.d, problem.dv) <= 128 else (1, 2)
     return [
         (step("row_delta", parts[0]), -(-heads * problem.sq // DELTA_ROWS)),
-        *((step("bwd_simt", n), blocks * chunks(width(n), tiles)[1]) for n in parts),
+        *((step("bwd_simt", n), blocks * _chunks(width(n), tiles)[1]) for n in parts),
     ]
 
 
@@ -203,7 +215,7 @@ def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int)
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
         "PASS": number,
-        "CHUNK": chunks(d if of_ds else dv, tiles)[0],
+        "CHUNK": _chunks(d if of_ds else dv, tiles)[0],
         "STREAMED": tiles.streamed,
         "SLICE": tiles.slice,
         "WHOLE": int(tiles.whole),
@@ -211,7 +223,7 @@ def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int)
     return _16_bit_variant("wide_sm80", "wide_sm80", problem, 8, vector, macros, shared)
 
 
-def chunks(width: int, tiles: Portable) -> tuple[int, int]:
+def _chunks(width: int, tiles: Portable) -> tuple[int, int]:
     """Columns of a result of this width that a block makes, and how many blocks share a row."""
     slices = -(-width // tiles.slice)
     blocks = -(-slices * tiles.slice // tiles.chunk)
@@ -222,7 +234,7 @@ def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
 
     def step(number, rows, width):
-        blocks = rows[0] * -(-rows[1] // tiles.resident) * chunks(width, tiles)[1]
+        blocks = rows[0] * -(-rows[1] // tiles.resident) * _chunks(width, tiles)[1]
         return _wide_variant(problem, tiles, vector, number), blocks
 
     dv, dk, dq = (
@@ -386,7 +398,7 @@ def workspace(
         return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
-        return 0, turns * chunks(problem.d, tiles)[1], 0
+        return 0, turns * _chunks(problem.d, tiles)[1], 0
     return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns, 0
 
 

@@ -62,11 +62,13 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             for vector in (True, False)
         ]
     if arch == "sm_90a" and dtype == "float32":
-        for table in (cuda_tiles.FORWARD_HOPPER_32, cuda_tiles.FORWARD_HOPPER_TF32):
-            for width, tiles in table.items():
-                for vector in (True, False):
-                    forward.append(cuda_variants.forward_variant(problem(width), tiles, vector))
-                    forward.append(cuda_variants.split_step(problem(width), tiles, vector)[0])
+        forward += [
+            variant
+            for table in (cuda_tiles.FORWARD_HOPPER_32, cuda_tiles.FORWARD_HOPPER_TF32)
+            for width, tiles in table.items()
+            for vector in (True, False)
+            for variant, _ in cuda_variants.forward_steps(problem(width), tiles, vector)
+        ]
 
     def steps(problem, tiles, vector):
         variants = [v for v, _ in cuda_variants.backward_steps(problem, tiles, vector)]
@@ -134,8 +136,8 @@ def test_every_row_compiles_within_its_budget(arch):
 def test_every_device_and_width_has_tiles(d, capability, limit, dtype):
     p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, max(257 - d, 16), 1.0)
     config = cuda_backend.config_for(p, capability, limit * KIB)
-    steps = cuda_variants.backward_steps(p, config.backward, True)
-    for variant in (cuda_variants.forward_variant(p, config.forward, True), *(v for v, _ in steps)):
+    forward = cuda_variants.forward_steps(p, config.forward, True)
+    for variant, _ in (*forward, *cuda_variants.backward_steps(p, config.backward, True)):
         assert variant.shared_bytes <= limit * KIB
 
 
@@ -145,11 +147,8 @@ def test_other_variants_compile(d, dv, dtype):
     # No 16-byte copies, a softcap, unequal widths, not a multiple of 64.
     p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, dv, 1.0, softcap=2.0)
     config = cuda_backend.config_for(p, 90, 227 * KIB)
-    steps = cuda_variants.backward_steps(p, config.backward, False)
-    for variant in (
-        cuda_variants.forward_variant(p, config.forward, False),
-        *(v for v, _ in steps),
-    ):
+    forward = cuda_variants.forward_steps(p, config.forward, False)
+    for variant, _ in (*forward, *cuda_variants.backward_steps(p, config.backward, False)):
         code, _ = _compile.cubin(variant.file, variant.macros, "sm_90a")
         assert code.startswith(b"\x7fELF")
 
