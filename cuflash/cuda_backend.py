@@ -20,12 +20,15 @@ from .cuda_tiles import (
     FORWARD_HOPPER_32,
     FORWARD_HOPPER_SHORT,
     FORWARD_HOPPER_TF32,
+    WIDE_HOPPER,
+    ForwardOnHopper,
     HopperBackward,
     HopperTiles,
     HopperTwoPass,
     OnHopper,
     Portable,
     SplitTiles,
+    WideHopper,
     tables,
 )
 from .cuda_variants import (
@@ -51,7 +54,7 @@ WIDEST = 1024
 class Config:
     """Tiles of the forward and of the backward kernel."""
 
-    forward: Portable | HopperTiles
+    forward: Portable | ForwardOnHopper
     backward: Portable | OnHopper
 
 
@@ -68,6 +71,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         rows = next(rows for w, rows in table.items() if w >= width)
         return next(tiles for tiles in rows if shared_bytes(tiles) <= limit)
 
+    if capability == 90 and problem.dtype in ELEMENTS and width > max(FORWARD_HOPPER):
+        wide = {WIDEST: WIDE_HOPPER}
+        return Config(*(first(wide, s, shared_limit) for s in (forward_steps, backward_steps)))
     on_hopper = capability == 90 and width <= max(FORWARD_HOPPER)
     if on_hopper and problem.dtype in ELEMENTS:
         row = next(w for w in FORWARD_HOPPER if w >= width)
@@ -140,16 +146,18 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
     tiles = config.forward
-    if isinstance(tiles, HopperTiles):
-        on_hopper = _forward_split if tiles.parts else _forward_hopper
-        on_hopper(problem, tiles, q, k, v, out, lse)
+    if isinstance(tiles, HopperTiles) and tiles.parts:
+        _forward_split(problem, tiles, q, k, v, out, lse)
+        return
+    if isinstance(tiles, ForwardOnHopper):
+        _forward_hopper(problem, tiles, q, k, v, out, lse)
         return
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
     _launch(plan, pointers, [lse.data.ptr])
 
 
-def _forward_hopper(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
+def _forward_hopper(problem: Problem, tiles: ForwardOnHopper, q, k, v, out, lse) -> None:
     if _nothing_seen(problem, out, lse):
         return
     pointers, layout = _described([q, k, v, out])
@@ -321,6 +329,9 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
         return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
+    if isinstance(tiles, WideHopper):  # of streamed rows, the part of a block of the cluster
+        own, part = tiles.resident, tiles.resident // tiles.cluster
+        return [*2 * [(part, own, own, part)], (own, part, part, own)]
     of_q = tiles.queries, tiles.keys, tiles.keys, tiles.queries
     return [of_q, (tiles.streamed, 64, 64, tiles.streamed)]
 
@@ -343,11 +354,14 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(4096)
 def _forward_plan(
-    device, problem: Problem, tiles: Portable | HopperTiles, strides, aligned: bool
+    device, problem: Problem, tiles: Portable | ForwardOnHopper, strides, aligned: bool
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     encoders = []
-    if isinstance(tiles, HopperTiles):
+    if isinstance(tiles, WideHopper):
+        part = tiles.resident // tiles.cluster
+        encoders = [_encoder(problem, (tiles.resident, part, part), strides)]
+    elif isinstance(tiles, HopperTiles):
         boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
         if tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes[:3])]
@@ -368,7 +382,8 @@ def _backward_plan(
     steps = backward_steps(problem, tiles, vector)
     section, encoders = 0, []
     if isinstance(tiles, OnHopper):
-        section, all_boxes = tiles.together, backward_boxes(tiles, vector)
+        section = 0 if isinstance(tiles, WideHopper) else tiles.together
+        all_boxes = backward_boxes(tiles, vector)
         if isinstance(tiles, HopperTwoPass) and tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes) for boxes in all_boxes]
         else:

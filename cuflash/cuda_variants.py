@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from . import _compile
 from .cuda_tiles import (
+    ForwardOnHopper,
     HopperBackward,
     HopperTiles,
     HopperTwoPass,
@@ -20,6 +21,7 @@ from .cuda_tiles import (
     Portable,
     SplitTiles,
     Tiles,
+    WideHopper,
     WideTiles,
 )
 from .problem import Problem
@@ -53,21 +55,27 @@ def _tile_bytes(rows: int, width: int) -> int:
 
 @functools.lru_cache(4096)
 def forward_steps(
-    problem: Problem, tiles: Portable | HopperTiles, vector: bool
+    problem: Problem, tiles: Portable | ForwardOnHopper, vector: bool
 ) -> list[tuple[Variant, int]]:
     """What a forward pass launches: kernels, and of how many blocks."""
     variant = forward_variant(problem, tiles, vector)
-    q_tiles = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
+    q_tiles = problem.batch * problem.heads * _row_tiles(problem.sq, tiles)
     if not isinstance(tiles, HopperTiles):
         return [(variant, q_tiles * _chunks(problem.dv, tiles)[1])]
     before = [split_step(problem, tiles, vector)] if tiles.parts else []
     return [*before, (variant, q_tiles)]
 
 
-def forward_variant(problem: Problem, tiles: Portable | HopperTiles, vector: bool) -> Variant:
+def _row_tiles(rows: int, tiles: Portable | ForwardOnHopper) -> int:
+    """In so many rows of a head: whole clusters of tiles."""
+    cluster = tiles.cluster if isinstance(tiles, WideHopper) else 1
+    return rounded_up(-(-rows // tiles.resident), cluster)
+
+
+def forward_variant(problem: Problem, tiles: Portable | ForwardOnHopper, vector: bool) -> Variant:
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
-    if isinstance(tiles, WideTiles):
+    if isinstance(tiles, WideTiles | WideHopper):
         return _wide_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
         chunk = _chunks(problem.dv, tiles)[0]
@@ -93,7 +101,7 @@ def backward_steps(
     if isinstance(tiles, HopperTwoPass):
         steps = _sm90_two_pass_steps(problem, tiles, vector)
         return [split_step(problem, tiles, vector), *steps] if tiles.parts else steps
-    if isinstance(tiles, WideTiles):
+    if isinstance(tiles, WideTiles | WideHopper):
         return _wide_steps(problem, tiles, vector)
     portable = _simt_steps if problem.dtype in REALS else _sm80_steps
     return portable(problem, tiles, vector)
@@ -204,37 +212,47 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     ]
 
 
-def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int) -> Variant:
+def _wide_variant(
+    problem: Problem, tiles: WideTiles | WideHopper, vector: bool, number: int
+) -> Variant:
     """`number`: the pass, as wide_sm80.cu counts them."""
     of_ds = number >= 2
     d, dv = rounded_up(problem.d, tiles.slice), rounded_up(problem.dv, tiles.slice)
-    own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
-    shared = own_slices * _tile_bytes(64, tiles.slice) + _tile_bytes(64, tiles.streamed)
-    shared += 2 * _tile_bytes(tiles.streamed, tiles.slice) + 2 * KIB  # what threads tell each other
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
         "PASS": number,
         "CHUNK": _chunks(d if of_ds else dv, tiles)[0],
-        "STREAMED": tiles.streamed,
         "SLICE": tiles.slice,
-        "WHOLE": int(tiles.whole),
     }
+    if isinstance(tiles, WideHopper):
+        # Own rows, factors, and barriers and what warpgroups tell each other; then two rings.
+        fixed = _slab_bytes(64, d + of_ds * dv) + 4 * _slab_bytes(64, 64) + 3 * KIB
+        slices = 2 * _slab_bytes(64, tiles.slice)
+        stages = max(2, min(8, (227 * KIB - fixed) // slices))
+        macros |= {"STAGES": stages, "CLUSTER": tiles.cluster}
+        shared = fixed + stages * slices
+        return _16_bit_variant("wide_sm90", "wide_sm90", problem, 12, vector, macros, shared)
+    own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
+    shared = own_slices * _tile_bytes(64, tiles.slice) + _tile_bytes(64, tiles.streamed)
+    shared += 2 * _tile_bytes(tiles.streamed, tiles.slice) + 2 * KIB  # what threads tell each other
+    macros |= {"STREAMED": tiles.streamed, "WHOLE": int(tiles.whole)}
     return _16_bit_variant("wide_sm80", "wide_sm80", problem, 8, vector, macros, shared)
 
 
-def _chunks(width: int, tiles: Portable) -> tuple[int, int]:
+def _chunks(width: int, tiles: Portable | WideHopper) -> tuple[int, int]:
     """Columns of a result of this width that a block makes, and how many blocks share a row."""
-    slices = -(-width // tiles.slice)
-    blocks = -(-slices * tiles.slice // tiles.chunk)
-    return -(-slices // blocks) * tiles.slice, blocks
+    step = 2 * tiles.slice if isinstance(tiles, WideHopper) else tiles.slice  # two warpgroups
+    steps = -(-width // step)
+    blocks = -(-steps * step // tiles.chunk)
+    return -(-steps // blocks) * step, blocks
 
 
 def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
 
     def step(number, rows, width):
-        blocks = rows[0] * -(-rows[1] // tiles.resident) * _chunks(width, tiles)[1]
+        blocks = rows[0] * _row_tiles(rows[1], tiles) * _chunks(width, tiles)[1]
         return _wide_variant(problem, tiles, vector, number), blocks
 
     dv, dk, dq = (
@@ -243,7 +261,7 @@ def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         step(3, (heads, problem.sq), problem.d),
     )
     row_delta = dv[0]._replace(entry="row_delta", threads=256, shared_bytes=0)
-    return [(row_delta, -(-heads * problem.sq // DELTA_ROWS)), dv, dk, dq]
+    return [(row_delta, -(-stats_rows(problem, tiles) // DELTA_ROWS)), dv, dk, dq]
 
 
 def _slab_bytes(rows: int, width: int) -> int:
@@ -381,7 +399,10 @@ def _variant(file, entry, warps, vector, macros, shared) -> Variant:
 
 def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
     """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
-    queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
+    if isinstance(tiles, WideHopper):
+        queries = 2 * tiles.resident
+    else:
+        queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
     return p.batch * p.heads * rounded_up(p.sq, queries)
 
 
@@ -389,10 +410,10 @@ def workspace(
     problem: Problem, tiles: Portable | OnHopper, deterministic: bool
 ) -> tuple[int, int, int]:
     """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
+    if isinstance(tiles, HopperTwoPass | WideTiles | WideHopper):
+        return 0, 0, 0
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
-    if isinstance(tiles, HopperTwoPass | WideTiles):
-        return 0, 0, 0
     if isinstance(tiles, HopperBackward):
         turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
         return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1

@@ -286,7 +286,7 @@ def hopper(on_cpu):
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan, mapped = on_cpu._forward_plan(0, problem, tiles, *layout), pointers
-        if tiles.parts:
+        if getattr(tiles, "parts", 0):
             _memory, split = split_memory(problem, tiles)
             rows, mapped = rows + split, split[4:7]
         on_cpu._launch(plan, pointers, rows, mapped)
