@@ -272,11 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int row = work.q0 + fragment_row<1>(0, r);
     const float scale = static_cast<float>(p.scale);
     if constexpr (SPLIT) {
-      // P sums to 1, but for what lse is off by. (More is missing where lse is that of more keys.)
-      const float sum = quad_sum(total[r]);
-      const float rounding = 0x1p-20f * fmaxf(fabsf(lse_log2[r]), 1.0f);
-      const bool near = fabsf(sum - 1) <= fminf(rounding, 0.5f);
-      const float weight = near ? 1 / sum : 1.0f;
+      const float weight = weight_for(quad_sum(total[r]), lse_log2[r]);
       const Head<float> to(p.dq, work.batch, work.head);
       if (row < p.sq) {
         if (fragment_column() == 0) p.weights[row0 + row] = weight;

@@ -35,32 +35,7 @@ DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
       : "memory");
 }
 
-// The same of the block with this rank in the cluster, at the same address in its memory.
-DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// --- blocks of a cluster
-
-DEVICE unsigned cluster_rank() {
-  unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// As __syncthreads, for all of them.
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// --- barriers of some warps, by number; 0 is that of __syncthreads
-
+// Barriers of some warps, by number; 0 is that of __syncthreads.
 DEVICE void named_sync(int name, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
@@ -89,15 +64,6 @@ DEVICE void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
       "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
-      : "memory");
-}
-// The same to the same address in every block of the cluster whose bit is set, and its barrier.
-DEVICE void tensor_load_to_all(unsigned to, const TensorMap& map, unsigned barrier, int column,
-                               int row, int head, int batch, unsigned short blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier), "h"(blocks)
       : "memory");
 }
 // The other way, of what the fence below was called for; a group of its own.

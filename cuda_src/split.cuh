@@ -115,6 +115,13 @@ DEVICE void add_rows(float (&sum)[kAll][4], const float (&c)[kN][4], int column0
     for (int e = 0; e < 4; ++e) sum[column0 / 8 + n][e] += c[n][e] * factor[e / 2];
 }
 
+// P of a row sums to 1, but for what its lse, in float32, is off by: the factor that undoes that.
+// (More is missing where lse is that of more keys.)
+DEVICE float weight_for(float sum, float lse) {
+  const float rounding = 0x1p-20f * fmaxf(fabsf(lse), 1.0f);
+  return fabsf(sum - 1) <= fminf(rounding, 0.5f) ? 1 / sum : 1.0f;
+}
+
 // A factor that makes 0 of 0, also where it is infinite.
 DEVICE float finite(float factor) { return fminf(factor, 0x1.fffffep127f); }
 

@@ -1,5 +1,5 @@
-// Heads wider than 256 on Hopper, float16 and bfloat16, forward and backward, by tensor copies
-// (TMA) and wgmma.
+// Heads wider than 256 on Hopper, forward and backward, by tensor copies (TMA) and wgmma: of
+// float16 and bfloat16, and of float32 that split.cu has made float16 of.
 //
 // As in wide_sm80.cu a result is a sum over rows that stream past, by factors that come from
 // scores:
@@ -8,51 +8,60 @@
 //   1      dV       K          Q          P^T       dO
 //   2      dK       K, V       Q, dO      dS^T      Q
 //   3      dQ       Q, dO      K, V       dS        K
-// Grid: one block per (64 rows, CHUNK columns of the result, head, batch entry), all on x. CLUSTER
-// blocks of neighbouring rows share what streams past: each copies its part of the rows to all.
+// Grid: one block per (64 rows, CHUNK columns of the result, head, batch entry), all on x. Blocks
+// of other columns compute the same factors again. row_delta comes before passes 1 to 3.
 //
-// 64 rows of a result fill the registers of two warpgroups: each has half of the columns. They work
-// on pairs of tiles of 64 streamed rows: each makes the factors of its own tile, and both multiply
-// with the factors of both, which pass through shared memory. What a warpgroup multiplies comes in
-// slices of SLICE columns through a ring of its own, in this order:
-//   S(0)  S(1) R(0)  S(2) R(1)  ..  R(last)      S, with dP: scores of a pair; R: its products
-// so that factors of one pair are made while products of the one before run.
+// 64 rows of a result fill the registers of two warpgroups, each with half of its columns. They
+// work on pairs of tiles of 64 streamed rows: each makes the factors of one, and both multiply with
+// the factors of both, which pass through shared memory. What is multiplied with them, and what
+// scores are made of, comes SLICE columns at a time through a ring, in this order:
+//   S(0)  S(1) R(0)  S(2) R(1)  ..  R(last)    S: scores of a pair, and dP; R: products of a pair
+// so that the factors of one pair are made while products of the one before run.
 //
-//   thread               waits for          then
-//   copying, one a ring  empty              copies, which complete full
-//   computing            own_full, full     products; a lane of each warp arrives at empty
-//   named barrier 1: what the warpgroups tell each other is there; 2: the factors are
+//   thread        waits for          then
+//   copying       empty              copies, which complete own_full, full
+//   computing     own_full, full     products; a lane of each warp arrives at empty
+//   named barriers: 1, what warpgroups tell each other is there; 2, the factors are
 //
-// Options: as fwd_sm90.cu, with widths padded to SLICE; PASS, CHUNK, SLICE, STAGES (of a ring),
-// CLUSTER. Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
+// With SPLIT arrays are float32, as in fwd_sm90.cu and bwd_sm90_kv.cu: powers of two are those of
+// rows, and of V those of the columns of a pair; a row of factors of a tile gets one of its own. A
+// tile's product begins with 0 and is added to the result on CUDA cores, and R(i) comes before
+// S(i + 1): there are no registers for both. Pass 3 comes first, and finds the weights of P.
+//
+// Options: as fwd_sm90.cu, with widths padded to SLICE; PASS, CHUNK, SLICE; WHOLE: own rows stay in
+// shared memory (1), or pass with the others (0); STAGES: buffers of the ring. Source: Dao 2023,
+// arXiv:2307.08691, algorithms 1 and 2.
 #include "hopper.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
+#include "split.cuh"
 #include "warpgroup.cuh"
 
-constexpr int kRows = 64, kComputing = 256, kThreads = kComputing + 128;
+constexpr int kRows = 64, kPair = 2 * kRows, kComputing = 256, kThreads = kComputing + 128;
 constexpr bool kOut = PASS == 0, kOfKeys = PASS == 1 || PASS == 2, kOfDs = PASS >= 2;
+constexpr bool kAhead = !SPLIT;
 constexpr int kHead = HEAD_DIM / SLICE, kValue = kOfDs ? VALUE_DIM / SLICE : 0;  // of S and dP
 constexpr int kKept = CHUNK / SLICE / 2;                                         // of a warpgroup
 constexpr int kChunks = ((kOfDs ? HEAD_DIM : VALUE_DIM) + CHUNK - 1) / CHUNK;
 static_assert(CHUNK % (2 * SLICE) == 0 && SLICE % 64 == 0, "halves of whole slices");
+static_assert(kHead + kValue + 2 * kKept >= STAGES, "numbers of a pair stay until they are used");
+static_assert(SPLIT == 0 || SLICE == 64, "registers of a product");
 
-using Own = Tile<kRows, HEAD_DIM + kOfDs * VALUE_DIM, kComputing>;  // of S, then of dP
-using Theirs = Tile<kRows, SLICE, kComputing>;
+#if SPLIT
+using Stored = float;
+#else
+using Stored = ELEMENT;
+#endif
+// Parts of a slice lie side by side.
+constexpr int kParts = SPLIT == 2 ? 2 : 1;
+using Part = Tile<kRows, SLICE, kComputing>;
+using TheSlice = Tile<kRows, kParts * SLICE, kComputing>;
 using Factors = Tile<kRows, kRows, kComputing>;
 using Products = float[1][kRows / 8][4];
 
-struct Shared {
-  Own::Storage own;
-  Theirs::Storage rings[2][STAGES];
-  Factors::Storage factors[2][2];  // of two pairs, by turns
-  union {
-    float2 twins[kComputing];
-    __align__(16) float stats[2][2][2][kRows];  // of two pairs, tiles: lse in base 2 and delta
-  };
-  unsigned long long own_full, full[2][STAGES], empty[2][STAGES];
-};
-static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
+// Numbers of each streamed row. Passes 1 and 2: lse (in base 2 without SPLIT) and delta; with SPLIT
+// then factors of Q and of dO, and the weight. Passes 0 and 3: factors of K and of V.
+constexpr int kNumbers = kOfKeys ? (SPLIT ? 5 : 2) : SPLIT ? (kOut ? 1 : 2) : 0;
 
 struct TensorMaps {
   TensorMap q, k, v, dout;
@@ -67,162 +76,185 @@ struct Place {
 struct Work {
   int rows, others, row0, head, batch, column0;
   int lo_shift, hi_shift;
-  Bounds first, last;  // streamed rows that the first and the last row of the cluster see
+  Bounds first, last;  // streamed rows that the first and the last own row see
   Place start;
   int end;  // of heads
 
+  Work() = default;
   DEVICE Work(const Params& p)
       : rows(kOfKeys ? p.sk : p.sq),
         others(kOfKeys ? p.sq : p.sk),
         lo_shift(kOfKeys ? 1 - p.hi_shift : p.lo_shift),
         hi_shift(kOfKeys ? 1 - p.lo_shift : p.hi_shift) {
-    constexpr int kTogether = CLUSTER * kRows;
     const int heads = kOfKeys ? p.heads / p.group : p.heads;
-    const int tiles = (rows + kTogether - 1) / kTogether;
-    const int chunk = blockIdx.x / CLUSTER % kChunks, index = blockIdx.x / CLUSTER / kChunks;
-    column0 = chunk * CHUNK;
+    const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
+    column0 = blockIdx.x % kChunks * CHUNK;
     // Under a causal mask the longest first: the last queries, the first keys.
-    const int begin = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kTogether;
+    row0 = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kRows;
     head = index / tiles % heads, batch = index / tiles / heads;
-    row0 = begin + (CLUSTER > 1 ? cluster_rank() * kRows : 0);
-    first = k_bounds(begin, others, lo_shift, hi_shift);
-    last = k_bounds(min(begin + kTogether, rows) - 1, others, lo_shift, hi_shift);
-    start = {kOfKeys ? head * p.group : head / p.group, first.lo / (2 * kRows) * (2 * kRows)};
+    first = k_bounds(row0, others, lo_shift, hi_shift);
+    last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
+    start = {kOfKeys ? head * p.group : head / p.group, first.lo / kPair * kPair};
     end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);
   }
   DEVICE Place after(Place at) const {
-    at.row0 += 2 * kRows;
+    at.row0 += kPair;
     return at.row0 < last.hi ? at : Place{at.head + 1, start.row0};
   }
 };
 
-// By one thread: what warpgroup `group` multiplies, in order.
-DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const Work& work,
-                 int group) {
+struct Shared {
+  TheSlice::Storage own[WHOLE ? kHead + kValue : STAGES], theirs[STAGES][2];
+  Factors::Storage factors[2][2][kParts];  // of two pairs, by turns; of two tiles
+  float2 twins[kOut || SPLIT ? kComputing : 1];
+  __align__(16) float numbers[2][2][kNumbers ? kNumbers : 1][kNumbers ? kRows : 1];  // likewise
+  __align__(16) float of_columns[SPLIT && kOut ? STAGES : 1][2][64];  // with a slice of V
+  float undo[2][2][SPLIT && !kOut ? kRows : 1];                       // factors of rows of factors
+  Work work;
+  unsigned long long own_full, full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
+
+// Slice n of the rows from here on, of an array with so many columns a part.
+DEVICE void load_slice(unsigned to, const TensorMap& map, unsigned barrier, int n, int columns,
+                       int row, int head, int batch) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+#pragma unroll
+    for (int slab = 0; slab < SLICE / 64; ++slab)
+      tensor_load(to + part * sizeof(Part::Storage) + slab * Part::kSlabBytes, map, barrier,
+                  part * columns + n * SLICE + slab * 64, row, head, batch);
+}
+
+// By one thread.
+DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const Work& work) {
+  const TensorMap &own_s = kOfKeys ? maps.k : maps.q, &own_dp = kOfKeys ? maps.v : maps.dout;
   const TensorMap &theirs_s = kOfKeys ? maps.q : maps.k, &theirs_dp = kOfKeys ? maps.dout : maps.v;
   const TensorMap& times = kOfDs ? theirs_s : theirs_dp;
-  constexpr int kPart = kRows / CLUSTER;  // rows that this block copies
-  const int part = CLUSTER > 1 ? cluster_rank() * kPart : 0;
-  unsigned turn = 0;
-  auto put = [&](const TensorMap& map, int column, int row, int head, int more_bytes = 0) {
-    const unsigned stage = turn % STAGES, full = shared_address(&shared.full[group][stage]);
-    barrier_wait(shared_address(&shared.empty[group][stage]), turn / STAGES % 2 ^ 1);
-    barrier_expect(full, sizeof(Theirs::Storage) + more_bytes);
-    const unsigned to = shared_address(&shared.rings[group][stage]) + part * 128;
-#pragma unroll
-    for (int slab = 0; slab < SLICE / 64; ++slab) {
-      const unsigned slab_to = to + slab * Theirs::kSlabBytes;
-      if (CLUSTER > 1)
-        tensor_load_to_all(slab_to, map, full, column + 64 * slab, row + part, head, work.batch,
-                           (1 << CLUSTER) - 1);
-      else
-        tensor_load(slab_to, map, full, column + 64 * slab, row, head, work.batch);
-    }
-    ++turn;
-    return full;
+  auto load_own = [&](unsigned to, unsigned barrier, bool of_dp, int n) {
+    load_slice(to, of_dp ? own_dp : own_s, barrier, n, of_dp ? VALUE_DIM : HEAD_DIM, work.row0,
+               work.head, work.batch);
   };
-  unsigned pair = 0;
+  if (WHOLE && work.start.head < work.end) {
+    const unsigned own_full = shared_address(&shared.own_full);
+    barrier_expect(own_full, sizeof(shared.own));
+    for (int n = 0; n < kHead + kValue; ++n)
+      load_own(shared_address(&shared.own[n]), own_full, n >= kHead, n < kHead ? n : n - kHead);
+  }
+
+  unsigned turn = 0, pair = 0;
+  // The next buffer, when it is free, its barrier, and the bytes that complete it.
+  auto begin = [&](int bytes) {
+    const unsigned stage = turn++ % STAGES;
+    barrier_wait(shared_address(&shared.empty[stage]), (turn - 1) / STAGES % 2 ^ 1);
+    barrier_expect(shared_address(&shared.full[stage]), bytes);
+    return stage;
+  };
+  auto put_scores = [&](Place at, bool of_dp, int n) {
+    const bool numbered = kNumbers > 0 && !of_dp && n == 0;
+    constexpr int kBytes = kRows * sizeof(float);
+    const unsigned stage =
+        begin((WHOLE ? 2 : 3) * sizeof(TheSlice::Storage) + (numbered ? 2 * kNumbers * kBytes : 0));
+    const unsigned full = shared_address(&shared.full[stage]);
+    if (!WHOLE) load_own(shared_address(&shared.own[stage]), full, of_dp, n);
+    for (int tile = 0; tile < 2; ++tile) {
+      load_slice(shared_address(&shared.theirs[stage][tile]), of_dp ? theirs_dp : theirs_s, full, n,
+                 of_dp ? VALUE_DIM : HEAD_DIM, at.row0 + tile * kRows, at.head, work.batch);
+      if (!numbered) continue;
+      const long long row = tile * kRows + at.row0 +
+                            (kOfKeys ? first_row(p, work.batch, at.head, kPair)
+                                     : first_kv_row<kPair>(p, work.batch, at.head));
+      int number = 0;
+      auto put = [&](const void* all) {
+        bulk_load(shared_address(shared.numbers[pair % 2][tile][number++]),
+                  static_cast<const float*>(all) + row, full, kBytes);
+      };
+      if (kOfKeys) put(p.lse_log2), put(p.delta);
+      if (SPLIT && kOfKeys) put(p.q_factors), put(p.dout_factors), put(p.weights);
+      if (SPLIT && !kOfKeys) put(p.k_factors);
+      if (SPLIT && PASS == 3) put(p.v_factors);
+    }
+  };
   auto put_products = [&](Place at) {
-    for (int i = 0; i < 2; ++i)
-      for (int n = 0; n < kKept; ++n)
-        put(times, work.column0 + (group * kKept + n) * SLICE, at.row0 + (i ^ group) * kRows,
-            at.head);
+    constexpr int kBytes = 64 * sizeof(float), kColumns = kOfDs ? HEAD_DIM : VALUE_DIM;
+    for (int n = 0; n < kKept; ++n)
+      for (int i = 0; i < 2; ++i) {
+        const bool numbered = SPLIT && kOut;
+        const unsigned stage = begin(2 * sizeof(TheSlice::Storage) + (numbered ? 2 * kBytes : 0));
+        const unsigned full = shared_address(&shared.full[stage]);
+        for (int group = 0; group < 2; ++group) {
+          const int slice = work.column0 / SLICE + group * kKept + n;
+          load_slice(shared_address(&shared.theirs[stage][group]), times, full, slice, kColumns,
+                     at.row0 + (i ^ group) * kRows, at.head, work.batch);
+          if (numbered)
+            bulk_load(shared_address(shared.of_columns[stage][group]),
+                      p.v_factors +
+                          (kv_tile<kPair>(p, work.batch, at.head) + at.row0 / kPair) * VALUE_DIM +
+                          slice * SLICE,
+                      full, kBytes);
+        }
+      }
   };
   Place before{};
   for (Place at = work.start; at.head < work.end; before = at, at = work.after(at), ++pair) {
-    const int row = at.row0 + group * kRows;
-    for (int n = 0; n < kHead; ++n) {
-      constexpr int kBytes = kRows * sizeof(float);
-      const unsigned full =
-          put(theirs_s, n * SLICE, row, at.head, kOfKeys && n == 0 ? 2 * kBytes : 0);
-      if (kOfKeys && n == 0) {
-        const long long i = first_row(p, work.batch, at.head, 2 * kRows) + row;
-        auto& stats = shared.stats[pair % 2][group];
-        bulk_load(shared_address(stats[0]), static_cast<float*>(p.lse_log2) + i, full, kBytes);
-        bulk_load(shared_address(stats[1]), static_cast<float*>(p.delta) + i, full, kBytes);
-      }
-    }
-    for (int n = 0; n < kValue; ++n) put(theirs_dp, n * SLICE, row, at.head);
-    if (pair > 0) put_products(before);
+    for (int n = 0; n < kHead; ++n) put_scores(at, false, n);
+    for (int n = 0; n < kValue; ++n) put_scores(at, true, n);
+    if (!kAhead) put_products(at);
+    if (kAhead && pair > 0) put_products(before);
   }
-  if (pair > 0) put_products(before);
+  if (kAhead && pair > 0) put_products(before);
 }
 
 // What the thread says that has the other half of this one's rows.
-DEVICE float2 of_twin(float2 (&twins)[kComputing], float2 mine) {
-  twins[threadIdx.x] = mine;
+DEVICE float2 of_twin(Shared& shared, float2 mine) {
+  shared.twins[threadIdx.x] = mine;
   named_sync(1, kComputing);
-  return twins[threadIdx.x ^ 128];
+  return shared.twins[threadIdx.x ^ 128];
 }
 
-extern "C" __global__ void row_delta(const Params p) { write_row_delta<ELEMENT, 2 * kRows>(p); }
+extern "C" __global__ void row_delta(const Params p) { write_row_delta<Stored, kPair>(p); }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wide_sm90(const Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const unsigned own_full = shared_address(&shared.own_full);
-  const unsigned own = shared_address(&shared.own);
   const int group = threadIdx.x / 128;
   if (threadIdx.x == 0) {
-    barrier_init(own_full, 1);
-    for (int i = 0; i < 2 * STAGES; ++i) {
-      barrier_init(shared_address(&shared.full[0][i]), 1);
-      barrier_init(shared_address(&shared.empty[0][i]), 4 * CLUSTER);
-    }
+    barrier_init(shared_address(&shared.own_full), 1);
+    for (int i = 0; i < STAGES; ++i)
+      barrier_init(shared_address(&shared.full[i]), 1),
+          barrier_init(shared_address(&shared.empty[i]), kComputing / 32);
     barrier_init_fence();
+    shared.work = Work(p);
   }
-  if (CLUSTER > 1)
-    cluster_sync();
-  else
-    __syncthreads();
-  const Work work(p);
-
+  __syncthreads();
+  const Work& work = shared.work;  // there, and not in registers
   if (group == 2) {
-    registers_lower<40>();
-    const int warp = threadIdx.x / 32 % 4;
-    if (threadIdx.x % 32 == 0 && warp < 2) {
-      if (warp == 0) {
-        const TensorMap &of_s = kOfKeys ? maps.k : maps.q, &of_dp = kOfKeys ? maps.v : maps.dout;
-        barrier_expect(own_full, sizeof(Own::Storage));
-        for (int n = 0; n < Own::kWidth / 64; ++n) {
-          const int column = n * 64 - (n * 64 < HEAD_DIM ? 0 : HEAD_DIM);
-          tensor_load(own + n * Own::kSlabBytes, n * 64 < HEAD_DIM ? of_s : of_dp, own_full, column,
-                      work.row0, work.head, work.batch);
-        }
-      }
-      copy(p, maps, shared, work, warp);
-    }
-    if (CLUSTER > 1) cluster_sync();
+    registers_lower<24>();
+    if (threadIdx.x == kComputing) copy(p, maps, shared, work);
     return;
   }
-  registers_raise<232>();
+  registers_raise<240>();
 
   const Scores scores(p.scale, p.softcap);
-  OnlineSoftmax<1> softmax;
+  OnlineSoftmax<1, SPLIT != 0> softmax;
   float sum[kKept][1][SLICE / 8][4];
 #pragma unroll
   for (int n = 0; n < kKept; ++n) clear(sum[n]);
   Products s, dp;
 
-  // Of this warpgroup's slices.
-  unsigned turn = 0;
+  unsigned turn = 0;     // the next buffer
   bool running = false;  // products with the one before
   auto release_last = [&] {
     __syncwarp();  // all lanes have seen a phase before the next may begin
-    if (running && threadIdx.x % 32 < CLUSTER) {
-      const unsigned empty = shared_address(&shared.empty[group][(turn - 1) % STAGES]);
-      if (CLUSTER > 1)
-        barrier_arrive_at(empty, threadIdx.x % 32);
-      else
-        barrier_arrive(empty);
-    }
+    if (running) release(shared_address(&shared.empty[(turn - 1) % STAGES]), SPLIT && kOut);
   };
-  // Start products with the next slice; those with the one before are done.
+  // Start products with the next buffer; those with the one before are done.
   auto with_next = [&](auto products) {
-    barrier_wait(shared_address(&shared.full[group][turn % STAGES]), turn / STAGES % 2);
+    const unsigned stage = turn % STAGES;
+    barrier_wait(shared_address(&shared.full[stage]), turn / STAGES % 2);
     wgmma_fence();
-    products(shared_address(&shared.rings[group][turn % STAGES]));
+    products(stage);
     wgmma_commit();
     wgmma_wait<1>();
     release_last();
@@ -233,89 +265,237 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     release_last();
     running = false;
   };
-  auto multiply = [&](Products& c, unsigned mine, int slices) {
+  // With the next buffers c = a b^T of so many slices.
+  auto multiply = [&](Products& c, int own, int slices) {
 #pragma unroll 1
     for (int n = 0; n < slices; ++n)
-      with_next([&](unsigned tile) {
-        const unsigned a = operand(mine + n * (SLICE / 64) * Own::kSlabBytes), b = operand(tile);
+      with_next([&](unsigned stage) {
+        const unsigned a = operand(shared_address(&shared.own[WHOLE ? own + n : stage]));
+        const unsigned b = operand(shared_address(&shared.theirs[stage][group]));
+        constexpr int kLow = sizeof(Part::Storage) >> 4;
 #pragma unroll
-        for (int i = 0; i < SLICE / 16; ++i)
-          wgmma<false>(c[0], a + columns_at<Own>(i), b + columns_at<Theirs>(i), n > 0 || i > 0);
+        for (int term = first_term(kParts); term < 3; ++term)
+#pragma unroll
+          for (int i = 0; i < SLICE / 16; ++i)
+            wgmma<false>(c[0], a + (term == kOfKeys) * kLow + columns_at<Part>(i),
+                         b + (term == !kOfKeys) * kLow + columns_at<Part>(i),
+                         n > 0 || term > first_term(kParts) || i > 0);
       });
   };
-  auto multiply_scores = [&] {
-    multiply(s, own, kHead);
-    if (kOfDs) multiply(dp, own + HEAD_DIM / 64 * Own::kSlabBytes, kValue);
+  // Sums over more than 256 columns are cut too often for lse, and with SPLIT those of 64: so many
+  // slices, each from 0 on, are added on CUDA cores.
+  constexpr int kPiece = SPLIT ? 1 : kOut ? 256 / SLICE : kHead;
+  constexpr int kPiecesAtOnce = SPLIT ? 1 : 4;  // 4: all; a loop serialises products
+  Products piece;
+  auto add_piece = [&] {
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][n][e] += piece[0][n][e];
   };
   auto multiply_factors = [&](unsigned pair) {
     named_sync(2, kComputing);
+    float part[SLICE / 8][4];                        // with SPLIT
+    constexpr int kAtOnce = SPLIT && !kOut ? 1 : 2;  // else several have registers
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned a = operand(shared_address(&shared.factors[pair % 2][i ^ group]));
+    for (int n = 0; n < kKept; ++n) {
+#pragma unroll kAtOnce
+      for (int i = 0; i < 2; ++i) {
+        const int tile = i ^ group;
+        const bool first = SPLIT && (!kOut || i == 0);  // of a sum
+        with_next([&](unsigned stage) {
+          const unsigned a = operand(shared_address(&shared.factors[pair % 2][tile]));
+          const unsigned b =
+              operand(shared_address(&shared.theirs[stage][group]), Part::kSlabBytes);
+          constexpr int kLowA = sizeof(Factors::Storage) >> 4, kLowB = sizeof(Part::Storage) >> 4;
 #pragma unroll
-      for (int n = 0; n < kKept; ++n)
-        with_next([&](unsigned tile) {
-          const unsigned b = operand(tile, Theirs::kSlabBytes);
+          for (int term = first_term(kParts); term < 3; ++term)
 #pragma unroll
-          for (int k = 0; k < kRows / 16; ++k)
-            wgmma<true>(sum[n][0], a + columns_at<Factors>(k), b + rows_at(k), true);
+            for (int k = 0; k < kRows / 16; ++k)
+              wgmma<true>(first_if<SPLIT != 0>(part, sum[n][0]),
+                          a + (term == 0) * kLowA + columns_at<Factors>(k),
+                          b + (term == 1) * kLowB + rows_at(k),
+                          !first || term > first_term(kParts) || k > 0);
         });
+        if constexpr (SPLIT) {
+          if (kOut && i == 0) continue;
+          wgmma_wait<0>();
+          if constexpr (kOut) {
+            add_scaled(sum[n][0], part, 0, shared.of_columns[(turn - 1) % STAGES][group]);
+          } else {
+            const int row = fragment_row<1>(0, 0) - group * kRows;
+            const float undo[2] = {shared.undo[pair % 2][tile][row],
+                                   shared.undo[pair % 2][tile][row + 8]};
+            add_rows(sum[n][0], part, 0, undo);
+          }
+          finish();
+        }
+      }
     }
   };
 
-  // From S, and dP, of this warpgroup's tile to factors, in shared memory. `finish` comes before
-  // the sum is rescaled.
-  float lse_log2[2] = {}, delta[2] = {};  // of own queries
-  if (PASS == 3) {
+  // Of this thread's own row r: lse and delta of a query, and with SPLIT factors of S and dP.
+  // Arrays are filled up for rows that do not exist. (They are loaded where they are used:
+  // registers are few.)
+  const int row0 = work.row0 + fragment_row<1>(0, 0) - group * kRows;
+  auto of_own = [&](const void* all, int r) -> float {
+    const long long head = kOfKeys ? first_kv_row<kPair>(p, work.batch, work.head)
+                                   : first_row(p, work.batch, work.head, kPair);
+    return static_cast<const volatile float*>(all)[head + row0 + 8 * r];
+  };
+  auto of_s = [&](int r) {
+    return of_own(kOfKeys ? p.k_factors : p.q_factors, r) *
+           (kOut ? 1.0f : static_cast<float>(p.scale));
+  };
+  float total[2] = {}, missed[2] = {};  // sums of P, with SPLIT, and what rounding took from them
+
+  // Number `which` of element e of columns 8 n .., which are streamed rows. (Else all are loaded at
+  // once, and up to 500 bytes are spilled.)
+  auto number = [&](unsigned pair, int which, int n, int e) -> float {
+    const auto& numbers = shared.numbers[pair % 2][group][which];
+    return static_cast<const volatile float&>(numbers[8 * n + fragment_column() + e % 2]);
+  };
+  auto hide = [&](Products& c, Place at, float hidden) {
+    const int other0 = at.row0 + group * kRows;
+    if (other0 >= work.last.lo && other0 + kRows <= work.first.hi) return;
+    // (Fragments of the second warpgroup count rows from 64 on.)
+    apply_mask(c, AllColumns<1>(), work.row0 - group * kRows, other0, hidden, [&](int row) {
+      if (kOfKeys && row >= work.rows) return Bounds{0, 0};
+      return k_bounds(row, work.others, work.lo_shift, work.hi_shift);
+    });
+  };
+  // Where these are among the numbers, and the factor of what a factor is multiplied with.
+  constexpr int kOfS = kOfKeys ? 2 : 0, kOfDp = kOfS + 1, kOfTimes = PASS == 1 ? kOfDp : kOfS;
+
+  // With SPLIT, but for pass 0: S becomes P.
+  auto exponentiate = [&](Place at, unsigned pair) {
+    const float row[2] = {of_s(0), of_s(1)};
+    float lse[2] = {};
+    if (!kOfKeys) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[0][n][e] = fmaf(s[0][n][e] * number(pair, kOfS, n, e), row[e / 2],
+                          -(kOfKeys ? number(pair, 0, n, e) : lse[e / 2]));
+    hide(s, at, -kInfinity);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = work.row0 + fragment_row<1>(0, r) - group * kRows;
-      const long long i = first_row(p, work.batch, work.head, 2 * kRows) + row;
-      if (row >= work.rows) continue;
-      lse_log2[r] = static_cast<float*>(p.lse_log2)[i];
-      delta[r] = static_cast<float*>(p.delta)[i];
+      float more = missed[r];
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          s[0][n][e] = exp2_approx(s[0][n][e] * kLog2e) * (kOfKeys ? number(pair, 4, n, e) : 1.0f);
+          more += s[0][n][e];
+        }
+      const float both = total[r] + more;
+      missed[r] = more - (both - total[r]);
+      total[r] = both;
     }
-  }
+  };
+  auto multiply_scores = [&](Place at, unsigned pair) {
+    multiply(s, 0, min(kPiece, kHead));
+#pragma unroll kPiecesAtOnce
+    for (int n = kPiece; n < kHead; n += kPiece) {
+      if (SPLIT || n > kPiece) finish();
+      if (n > kPiece) add_piece();
+      multiply(piece, n, min(kPiece, kHead - n));
+    }
+    if constexpr (SPLIT && !kOut) {
+      finish();
+      if (kPiece < kHead) add_piece();
+      exponentiate(at, pair);
+    }
+    if (kOfDs) multiply(dp, kHead, kValue);
+  };
+
+  // From scores of this warpgroup's tile to factors, in shared memory.
   auto make_factors = [&](Place at, unsigned pair) {
-    const int other0 = at.row0 + group * kRows;
-    auto hide = [&](Products& c, float hidden) {
-      if (other0 >= work.last.lo && other0 + kRows <= work.first.hi) return;
-      // (Fragments of the second warpgroup count rows from 64 on.)
-      apply_mask(c, work.row0 - group * kRows, other0, work.others, work.lo_shift, work.hi_shift,
-                 hidden);
-    };
-    scores.transform(s);
+    float lse[2] = {}, delta[2] = {};
+    if (PASS == 3 && !SPLIT) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
+    if (PASS == 3) delta[0] = of_own(p.delta, 0), delta[1] = of_own(p.delta, 1);
     if constexpr (kOut) {
-      hide(s, -kInfinity);
+      if (kPiece < kHead) add_piece();
+      if constexpr (SPLIT) {
+        const float row[2] = {of_s(0), of_s(1)};
+#pragma unroll
+        for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            s[0][n][e] = s[0][n][e] * row[e / 2] * number(pair, kOfS, n, e);
+      }
+      scores.transform(s);
+      hide(s, at, -kInfinity);
       float top[2] = {-kInfinity, -kInfinity};  // of this thread's two rows
 #pragma unroll
       for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], s[0][n][e]);
-      const float2 other = of_twin(shared.twins, {top[0], top[1]});
+      const float2 other = of_twin(shared, {top[0], top[1]});
       const float tops[1][1][4] = {{{top[0], other.x, top[1], other.y}}};
       softmax.raise(tops, scores.unit);
-      softmax.exponentiate<true>(s, scores.unit);
+      softmax.template exponentiate<true>(s, scores.unit);
       softmax.add();
+    } else if constexpr (SPLIT) {
+      if constexpr (kOfDs) {
+        const float* all = kOfKeys ? p.v_factors : p.dout_factors;
+        const float row[2] = {of_own(all, 0), of_own(all, 1)};
+#pragma unroll
+        for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            dp[0][n][e] = fmaf(dp[0][n][e] * number(pair, kOfDp, n, e), row[e / 2],
+                               -(kOfKeys ? number(pair, 1, n, e) : delta[e / 2]));
+        hide(dp, at, 0.0f);  // 0 times what is hidden may be NaN
+      }
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (kOfDs) s[0][n][e] *= dp[0][n][e];
+          s[0][n][e] *= finite(number(pair, kOfTimes, n, e));
+        }
     } else {
+      scores.transform(s);
       if (!kOfDs) clear(dp);
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n) {
-        const auto& stats = shared.stats[pair % 2][group];
-        const int column = 8 * n + fragment_column();
+      for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          differentiate(s[0][n][e], dp[0][n][e],
-                        kOfKeys ? stats[0][column + e % 2] : lse_log2[e / 2],
-                        kOfKeys ? stats[1][column + e % 2] : delta[e / 2], scores);
-      }
-      hide(kOfDs ? dp : s, 0.0f);
+          differentiate(s[0][n][e], dp[0][n][e], kOfKeys ? number(pair, 0, n, e) : lse[e / 2],
+                        kOfKeys ? number(pair, 1, n, e) : delta[e / 2], scores);
+      hide(kOfDs ? dp : s, at, 0.0f);
     }
-    const unsigned origin =
-        stored_origin<Factors>(shared_address(&shared.factors[pair % 2][group]));
+
+    Products& made = !SPLIT && kOfDs ? dp : s;
+    const unsigned tile = shared_address(&shared.factors[pair % 2][group]);
+    const unsigned origin = stored_origin<Factors>(tile);
+    float power[2] = {1, 1};
+    if constexpr (SPLIT && kOut) {
+      power[0] = power[1] = kOfProbabilities;
+    } else if constexpr (SPLIT) {
+      float undo[2];
+      powers_for(made[0], power, undo);
+      const int row = fragment_row<1>(0, 0) - group * kRows;
+      if (fragment_column() == 0)
+        shared.undo[pair % 2][group][row] = undo[0],
+                           shared.undo[pair % 2][group][row + 8] = undo[1];
+    }
+    if constexpr (SPLIT) {
 #pragma unroll
-    for (int i = 0; i < kRows / 16; ++i)
-      store_columns<Factors>(origin, i, (kOfDs ? dp : s)[0], i, {1.0f, 1.0f});
+      for (int i = 0; i < kRows / 16; ++i) {
+        unsigned parts[kParts][1][4];
+        split_to_operands(parts, reinterpret_cast<const float (&)[2][4]>(made[0][2 * i]), power);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          store_matrices(Factors::part(origin + part * sizeof(Factors::Storage), 0, i),
+                         parts[part][0]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows / 16; ++i) store_columns<Factors>(origin, i, made[0], i, power);
+    }
     fence_async();
     finish();
     if constexpr (kOut) {
@@ -326,48 +506,62 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 
   Place at = work.start;
   if (at.head < work.end) {
-    barrier_wait(own_full, 0);
-    multiply_scores();
-    finish();
-    make_factors(at, 0);
-    unsigned pair = 0;
-    while ((at = work.after(at)).head < work.end) {
-      multiply_scores();
-      multiply_factors(pair);
-      make_factors(at, ++pair);
+    if (WHOLE) barrier_wait(shared_address(&shared.own_full), 0);
+    for (unsigned pair = 0;; ++pair) {
+      multiply_scores(at, pair);
+      if (kAhead && pair > 0)
+        multiply_factors(pair - 1);
+      else
+        finish();
+      make_factors(at, pair);
+      if (!kAhead) multiply_factors(pair);
+      at = work.after(at);
+      if (at.head < work.end) continue;
+      if (kAhead) {
+        multiply_factors(pair);
+        finish();
+      }
+      break;
     }
-    multiply_factors(pair);
-    finish();
   }
-  if (CLUSTER > 1) cluster_sync();
 
   float factor[2] = {1.0f, 1.0f};
+  if constexpr (kOfDs) factor[0] = factor[1] = static_cast<float>(p.scale);
   if constexpr (kOut) {
-    const float2 other = of_twin(shared.twins, {softmax.sum[0][0], softmax.sum[0][1]});
+    const float2 other = of_twin(shared, {softmax.sum[0][0], softmax.sum[0][1]});
     softmax.sum[0][0] += other.x, softmax.sum[0][1] += other.y;
-    float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float row_lse;
-      factor[r] = softmax.finish(0, r, scores.unit, row_lse);
-      const int row = work.row0 + fragment_row<1>(0, r) - group * kRows;
-      if (group == 0 && work.column0 == 0 && fragment_column() == 0 && row < p.sq)
-        lse[row] = row_lse;
-    }
-  } else if (kOfDs) {
-    factor[0] = factor[1] = static_cast<float>(p.scale);
+  } else if constexpr (SPLIT && PASS == 3) {
+    const float2 other = of_twin(shared, {total[0], total[1]});
+    total[0] += other.x, total[1] += other.y;
   }
-  Slice result(kOut ? p.out : PASS == 1 ? p.dv : PASS == 2 ? p.dk : p.dq, work.batch, work.head);
+  const Array& result = kOut ? p.out : PASS == 1 ? p.dv : PASS == 2 ? p.dk : p.dq;
   const int& width = kOfDs ? p.d : p.v_width;
 #pragma unroll
-  for (int n = 0; n < kKept; ++n) {
-    const int column0 = work.column0 + (group * kKept + n) * SLICE;
-    Slice part = result;
-    part.data += column0 * part.column;
+  for (int r = 0; r < 2; ++r) {
+    const int row = row0 + 8 * r;
+    const bool writes =
+        group == 0 && fragment_column() == 0 && work.column0 == 0 && row < work.rows;
+    if constexpr (kOut) {
+      float row_lse;
+      factor[r] = softmax.finish(0, r, scores.unit, row_lse);
+      if (writes) static_cast<float*>(p.lse)[first_row(p, work.batch, work.head) + row] = row_lse;
+    } else if constexpr (SPLIT && PASS == 3) {
+      const float weight = weight_for(quad_sum(total[r]), of_own(p.lse_log2, r));
+      if (writes) p.weights[first_row(p, work.batch, work.head, kPair) + row] = weight;
+      factor[r] *= weight;
+    }
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      store_row<VECTOR>(part, sum[n][0], r, factor[r],
-                        work.row0 + fragment_row<1>(0, r) - group * kRows, work.rows,
-                        width - column0);
+    for (int n = 0; n < kKept; ++n) {
+      const int column0 = work.column0 + (group * kKept + n) * SLICE;
+      Head<unsigned short> to(result, work.batch, work.head);
+      to.data += column0 * to.column;
+      if constexpr (SPLIT) {
+        const Head<float>& floats = reinterpret_cast<const Head<float>&>(to);
+        if (row < work.rows)
+          store_floats<VECTOR>(floats, sum[n][0], r, factor[r], row, width - column0);
+      } else {
+        store_row<VECTOR>(to, sum[n][0], r, factor[r], row, work.rows, width - column0);
+      }
+    }
   }
 }

@@ -24,7 +24,6 @@ from .cuda_tiles import (
     ForwardOnHopper,
     HopperBackward,
     HopperTiles,
-    HopperTwoPass,
     OnHopper,
     Portable,
     SplitTiles,
@@ -71,16 +70,18 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         rows = next(rows for w, rows in table.items() if w >= width)
         return next(tiles for tiles in rows if shared_bytes(tiles) <= limit)
 
-    if capability == 90 and problem.dtype in ELEMENTS and width > max(FORWARD_HOPPER):
-        wide = {WIDEST: WIDE_HOPPER}
-        return Config(*(first(wide, s, shared_limit) for s in (forward_steps, backward_steps)))
-    on_hopper = capability == 90 and width <= max(FORWARD_HOPPER)
+    split = problem.dtype == "float32" and problem.precision != "ieee" and not problem.softcap
+    wide = width > max(FORWARD_HOPPER)
+    if capability == 90 and wide and (problem.dtype in ELEMENTS or split):
+        parts = {"float32": 2, "tf32": 1}[problem.precision] if split else 0
+        tiles = WIDE_HOPPER._replace(parts=parts)
+        return Config(tiles, tiles._replace(parts=2 if split else 0))
+    on_hopper = capability == 90 and not wide
     if on_hopper and problem.dtype in ELEMENTS:
         row = next(w for w in FORWARD_HOPPER if w >= width)
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
-    split = problem.dtype == "float32" and problem.precision != "ieee" and not problem.softcap
     if on_hopper and split:
         forward = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
         row = next(w for w in forward if w >= width)
@@ -146,7 +147,7 @@ def unsupported(problem: Problem) -> str | None:
 def forward(problem: Problem, config: Config, q, k, v, out, lse) -> None:
     """Write `out` and `lse`; all arrays on (batch, heads, length[, width]) axes."""
     tiles = config.forward
-    if isinstance(tiles, HopperTiles) and tiles.parts:
+    if isinstance(tiles, SplitTiles) and tiles.parts:
         _forward_split(problem, tiles, q, k, v, out, lse)
         return
     if isinstance(tiles, ForwardOnHopper):
@@ -189,14 +190,14 @@ def _counter(plan: Plan) -> Any:
     return counter
 
 
-def _forward_split(problem: Problem, tiles: HopperTiles, q, k, v, out, lse) -> None:
+def _forward_split(problem: Problem, tiles: ForwardOnHopper, q, k, v, out, lse) -> None:
     """float32: split.cu writes its parts as float16 arrays, which fwd_sm90 takes."""
     import cupy
 
     if _nothing_seen(problem, out, lse):
         return
-    memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
-    split = split_pointers(problem, tiles, memory.ptr)
+    memory = cupy.ndarray(split_bytes(problem, tiles, True), cupy.uint8).data
+    split = split_pointers(problem, tiles, True, memory.ptr)
     pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
     counter = _counter(plan)
@@ -311,9 +312,9 @@ def backward(
         counters = numbers.ptr + 4 * sums
         rows += [numbers.ptr, counters if turns else 0, counters + 4 * turns]
     mapped: Sequence[int] = backward_mapped(pointers)
-    if isinstance(tiles, HopperTwoPass) and tiles.parts:
-        memory = cupy.ndarray(split_bytes(problem, tiles), cupy.uint8).data
-        split = split_pointers(problem, tiles, memory.ptr)
+    if isinstance(tiles, SplitTiles) and tiles.parts:
+        memory = cupy.ndarray(split_bytes(problem, tiles, False), cupy.uint8).data
+        split = split_pointers(problem, tiles, False, memory.ptr)
         rows += [0, 0, 0, *split]
         mapped = split[4:8]
     _launch(plan, pointers, rows, mapped)
@@ -329,9 +330,8 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
     """For each kernel that copies by tensor maps: rows of a copy of q, k, v, dout, dk and dv."""
     if isinstance(tiles, HopperBackward):
         return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
-    if isinstance(tiles, WideHopper):  # of streamed rows, the part of a block of the cluster
-        own, part = tiles.resident, tiles.resident // tiles.cluster
-        return [*2 * [(part, own, own, part)], (own, part, part, own)]
+    if isinstance(tiles, WideHopper):
+        return [(64, 64, 64, 64)] * 3
     of_q = tiles.queries, tiles.keys, tiles.keys, tiles.queries
     return [of_q, (tiles.streamed, 64, 64, tiles.streamed)]
 
@@ -358,11 +358,9 @@ def _forward_plan(
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     encoders = []
-    if isinstance(tiles, WideHopper):
-        part = tiles.resident // tiles.cluster
-        encoders = [_encoder(problem, (tiles.resident, part, part), strides)]
-    elif isinstance(tiles, HopperTiles):
-        boxes = tiles.resident, tiles.streamed, tiles.streamed, 64
+    if isinstance(tiles, ForwardOnHopper):
+        of_kv = 64 if isinstance(tiles, WideHopper) else tiles.streamed
+        boxes = tiles.resident, of_kv, of_kv, 64
         if tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes[:3])]
         else:
@@ -384,7 +382,7 @@ def _backward_plan(
     if isinstance(tiles, OnHopper):
         section = 0 if isinstance(tiles, WideHopper) else tiles.together
         all_boxes = backward_boxes(tiles, vector)
-        if isinstance(tiles, HopperTwoPass) and tiles.parts:
+        if isinstance(tiles, SplitTiles) and tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes) for boxes in all_boxes]
         else:
             mapped = backward_mapped(strides)

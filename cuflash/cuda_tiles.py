@@ -38,10 +38,10 @@ class WideTiles(NamedTuple):
 class WideHopper(NamedTuple):
     """The same of wide_sm90.cu: two warpgroups share 64 rows, and pairs of 64 rows stream past."""
 
-    slice: int  # columns at a time
-    cluster: int = 1  # blocks that share what streams past
+    slice: int = 128  # columns at a time, or fewer where they do not fit
     chunk: int = 512
     resident: int = 64
+    parts: int = 0  # as in HopperTiles
 
 
 class HopperTiles(NamedTuple):
@@ -82,14 +82,14 @@ class HopperTwoPass(NamedTuple):
 
 
 OnHopper = HopperBackward | HopperTwoPass | WideHopper
-SplitTiles = HopperTiles | HopperTwoPass
+SplitTiles = HopperTiles | HopperTwoPass | WideHopper
 Portable = Tiles | WideTiles
 ForwardOnHopper = HopperTiles | WideHopper
 Table = Mapping[int, Sequence[Portable]]
 
 
 # Beyond a width of 256, float16 and bfloat16.
-WIDE_16 = [
+_WIDE_16 = [
     WideTiles(128, 64), WideTiles(64, 64), WideTiles(128, 64, whole=False),
     WideTiles(64, 64, whole=False, chunk=256),
 ]  # fmt: skip
@@ -102,7 +102,7 @@ _FORWARD_16: Table = {
     128: [Tiles(128, 48, 4), Tiles(64, 32, 4)],  # 372, FlashAttention-2 346; 358 with 64
     192: [Tiles(128, 64, 8), Tiles(64, 32, 4)],
     256: [Tiles(128, 64, 8), Tiles(64, 64, 4), Tiles(32, 16, 2)],  # 325, FlashAttention-2 329
-    1024: WIDE_16,
+    1024: _WIDE_16,
 }
 # On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 8192,
 # full / causal, beside cuDNN in the same run; other rows in docs/kernels.md.
@@ -134,8 +134,8 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
-# Wider than that, float16 and bfloat16: the first that fits, also of those for every GPU.
-WIDE_HOPPER = [WideHopper(128), WideHopper(64), *WIDE_16]
+# Wider than that, in both directions.
+WIDE_HOPPER = WideHopper()
 # float32, as forward.
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
     64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
@@ -156,7 +156,7 @@ _BACKWARD_16: Table = {
         Tiles(64, 64, 8, 1, 4),  # 226
         Tiles(32, 32, 4, 1, 2), Tiles(16, 32, 2, 1, 2),  # 98
     ],
-    1024: WIDE_16,
+    1024: _WIDE_16,
 }  # fmt: skip
 # On CUDA cores a thread has resident * across / (4 warps) rows, as many as registers allow. A
 # list's first is for 227 KiB, those between for GPUs with 163 or 99. TFLOP/s, of 67 in float32 and

@@ -59,24 +59,21 @@ def forward_steps(
 ) -> list[tuple[Variant, int]]:
     """What a forward pass launches: kernels, and of how many blocks."""
     variant = forward_variant(problem, tiles, vector)
-    q_tiles = problem.batch * problem.heads * _row_tiles(problem.sq, tiles)
+    blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
     if not isinstance(tiles, HopperTiles):
-        return [(variant, q_tiles * _chunks(problem.dv, tiles)[1])]
-    before = [split_step(problem, tiles, vector)] if tiles.parts else []
-    return [*before, (variant, q_tiles)]
-
-
-def _row_tiles(rows: int, tiles: Portable | ForwardOnHopper) -> int:
-    """In so many rows of a head: whole clusters of tiles."""
-    cluster = tiles.cluster if isinstance(tiles, WideHopper) else 1
-    return rounded_up(-(-rows // tiles.resident), cluster)
+        blocks *= _chunks(problem.dv, tiles)[1]
+    if isinstance(tiles, SplitTiles) and tiles.parts:
+        return [split_step(problem, tiles, True, vector), (variant, blocks)]
+    return [(variant, blocks)]
 
 
 def forward_variant(problem: Problem, tiles: Portable | ForwardOnHopper, vector: bool) -> Variant:
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
-    if isinstance(tiles, WideTiles | WideHopper):
+    if isinstance(tiles, WideTiles):
         return _wide_variant(problem, tiles, vector, 0)
+    if isinstance(tiles, WideHopper):
+        return _wide_hopper_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
         chunk = _chunks(problem.dv, tiles)[0]
         macros = {"TRANSFORM": _transform(problem), "CHUNK": chunk}
@@ -98,10 +95,12 @@ def backward_steps(
     """What a backward pass launches: kernels, and of how many blocks."""
     if isinstance(tiles, HopperBackward):
         return _sm90_steps(problem, tiles, vector)
-    if isinstance(tiles, HopperTwoPass):
-        steps = _sm90_two_pass_steps(problem, tiles, vector)
-        return [split_step(problem, tiles, vector), *steps] if tiles.parts else steps
-    if isinstance(tiles, WideTiles | WideHopper):
+    if isinstance(tiles, HopperTwoPass | WideHopper):
+        two_pass = isinstance(tiles, HopperTwoPass)
+        steps = (_sm90_two_pass_steps if two_pass else _wide_steps)(problem, tiles, vector)
+        before = [split_step(problem, tiles, False, vector)] if tiles.parts else []
+        return [*before, *steps]
+    if isinstance(tiles, WideTiles):
         return _wide_steps(problem, tiles, vector)
     portable = _simt_steps if problem.dtype in REALS else _sm80_steps
     return portable(problem, tiles, vector)
@@ -212,32 +211,57 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     ]
 
 
-def _wide_variant(
-    problem: Problem, tiles: WideTiles | WideHopper, vector: bool, number: int
-) -> Variant:
+def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int) -> Variant:
     """`number`: the pass, as wide_sm80.cu counts them."""
     of_ds = number >= 2
     d, dv = rounded_up(problem.d, tiles.slice), rounded_up(problem.dv, tiles.slice)
+    own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
+    shared = own_slices * _tile_bytes(64, tiles.slice) + _tile_bytes(64, tiles.streamed)
+    shared += 2 * _tile_bytes(tiles.streamed, tiles.slice) + 2 * KIB  # what threads tell each other
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
         "PASS": number,
         "CHUNK": _chunks(d if of_ds else dv, tiles)[0],
+        "STREAMED": tiles.streamed,
         "SLICE": tiles.slice,
+        "WHOLE": int(tiles.whole),
     }
-    if isinstance(tiles, WideHopper):
-        # Own rows, factors, and barriers and what warpgroups tell each other; then two rings.
-        fixed = _slab_bytes(64, d + of_ds * dv) + 4 * _slab_bytes(64, 64) + 3 * KIB
-        slices = 2 * _slab_bytes(64, tiles.slice)
-        stages = max(2, min(8, (227 * KIB - fixed) // slices))
-        macros |= {"STAGES": stages, "CLUSTER": tiles.cluster}
-        shared = fixed + stages * slices
-        return _16_bit_variant("wide_sm90", "wide_sm90", problem, 12, vector, macros, shared)
-    own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
-    shared = own_slices * _tile_bytes(64, tiles.slice) + _tile_bytes(64, tiles.streamed)
-    shared += 2 * _tile_bytes(tiles.streamed, tiles.slice) + 2 * KIB  # what threads tell each other
-    macros |= {"STREAMED": tiles.streamed, "WHOLE": int(tiles.whole)}
     return _16_bit_variant("wide_sm80", "wide_sm80", problem, 8, vector, macros, shared)
+
+
+def _wide_hopper_variant(problem: Problem, tiles: WideHopper, vector: bool, number: int) -> Variant:
+    """`number`: the pass, as above."""
+    of_ds, parts = number >= 2, max(tiles.parts, 1)
+    # Factors of four tiles; numbers, barriers and what warpgroups tell each other.
+    fixed = 4 * parts * _slab_bytes(64, 64) + (11 if tiles.parts else 3) * KIB
+
+    def fitted(columns: int, whole: bool) -> tuple[int, int, int, int, int]:
+        d, dv = rounded_up(problem.d, columns), rounded_up(problem.dv, columns)
+        chunk = _chunks(d if of_ds else dv, tiles._replace(slice=columns))[0]
+        own = _slab_bytes(64, parts * (d + of_ds * dv))
+        slices = (2 if whole else 3) * parts * _slab_bytes(64, columns)
+        room = 227 * KIB - fixed - (own if whole else 0)
+        stages = min(8, room // slices, (d + of_ds * dv + chunk) // columns)
+        return d, dv, chunk, stages, fixed + (own if whole else 0) + stages * slices
+
+    # Slices as wide as may be, but not padded for it; own rows stay where four fit beside them.
+    padded = any(rounded_up(width, 64) % tiles.slice for width in (problem.d, problem.dv))
+    wide = not (tiles.parts or padded or fitted(tiles.slice, True)[3] < 4)
+    columns = tiles.slice if wide else 64
+    whole = fitted(columns, True)[3] >= 4
+    d, dv, chunk, stages, shared = fitted(columns, whole)
+    macros = {
+        "SPLIT": tiles.parts,
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "PASS": number,
+        "CHUNK": chunk,
+        "SLICE": columns,
+        "WHOLE": int(whole),
+        "STAGES": stages,
+    }
+    return _16_bit_variant("wide_sm90", "wide_sm90", problem, 12, vector, macros, shared)
 
 
 def _chunks(width: int, tiles: Portable | WideHopper) -> tuple[int, int]:
@@ -251,9 +275,12 @@ def _chunks(width: int, tiles: Portable | WideHopper) -> tuple[int, int]:
 def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
 
+    on_hopper = isinstance(tiles, WideHopper)
+    variant = _wide_hopper_variant if on_hopper else _wide_variant
+
     def step(number, rows, width):
-        blocks = rows[0] * _row_tiles(rows[1], tiles) * _chunks(width, tiles)[1]
-        return _wide_variant(problem, tiles, vector, number), blocks
+        blocks = rows[0] * -(-rows[1] // tiles.resident) * _chunks(width, tiles)[1]
+        return variant(problem, tiles, vector, number), blocks
 
     dv, dk, dq = (
         step(1, (heads_kv, problem.sk), problem.dv),
@@ -261,7 +288,7 @@ def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         step(3, (heads, problem.sq), problem.d),
     )
     row_delta = dv[0]._replace(entry="row_delta", threads=256, shared_bytes=0)
-    return [(row_delta, -(-stats_rows(problem, tiles) // DELTA_ROWS)), dv, dk, dq]
+    return [(row_delta, -(-stats_rows(problem, tiles) // DELTA_ROWS)), dq, dv, dk]
 
 
 def _slab_bytes(rows: int, width: int) -> int:
@@ -314,7 +341,7 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     return _16_bit_variant("fwd_sm90", "fwd_sm90", problem, warps, vector, macros, shared[q_stages])
 
 
-def split_step(p: Problem, tiles: SplitTiles, vector: bool) -> tuple[Variant, int]:
+def split_step(p: Problem, tiles: SplitTiles, forward: bool, vector: bool) -> tuple[Variant, int]:
     """What comes before the kernels for float32, and of how many blocks."""
     queries, keys = _split_rows(tiles)
     macros = {
@@ -325,9 +352,9 @@ def split_step(p: Problem, tiles: SplitTiles, vector: bool) -> tuple[Variant, in
         "VALUE_DIM": rounded_up(p.dv, 64),
     }
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
-    entry = "split" if isinstance(tiles, HopperTiles) else "split_rows"
+    entry = "split" if forward else "split_rows"
     variant = _variant("split", entry, 8, vector, macros, 8 * 32 * 8)
-    if entry == "split_rows":
+    if not forward:
         rows = heads * rounded_up(p.sq, queries) + heads_kv * rounded_up(p.sk, keys)
         return variant, -(-2 * rows // 8)
     of_v = -(-p.sk // keys) * -(-p.dv // 64)  # a block for 64 columns of a tile
@@ -338,6 +365,8 @@ def _split_rows(tiles: SplitTiles) -> tuple[int, int]:
     """Factors of a head's queries, and of its keys, are filled up to multiples of these."""
     if isinstance(tiles, HopperTiles):
         return tiles.resident, tiles.streamed
+    if isinstance(tiles, WideHopper):
+        return 2 * tiles.resident, 2 * tiles.resident
     return tiles.streamed, tiles.keys
 
 
@@ -423,25 +452,25 @@ def workspace(
     return q_tiles * tiles.streamed * _backward_width(problem.d, tiles), turns, 0
 
 
-def split_bytes(p: Problem, tiles: SplitTiles) -> int:
+def split_bytes(p: Problem, tiles: SplitTiles, forward: bool) -> int:
     """Of what split.cu writes."""
-    return _split_memory(p, tiles)[0]
+    return _split_memory(p, tiles, forward)[0]
 
 
-def split_pointers(p: Problem, tiles: SplitTiles, start: int) -> list[int]:
+def split_pointers(p: Problem, tiles: SplitTiles, forward: bool, start: int) -> list[int]:
     """To factors of q, k, v and dout, to their parts, and to weights, in this memory."""
-    return [start + offset for offset in _split_memory(p, tiles)[1]]
+    return [start + offset for offset in _split_memory(p, tiles, forward)[1]]
 
 
 @functools.lru_cache(4096)
-def _split_memory(p: Problem, tiles: SplitTiles) -> tuple[int, list[int]]:
+def _split_memory(p: Problem, tiles: SplitTiles, forward: bool) -> tuple[int, list[int]]:
     """Bytes, and where in them what split_pointers names begins."""
     queries, keys = _split_rows(tiles)
     heads, heads_kv = p.batch * p.heads, p.batch * p.heads_kv
     all_rows = [heads * p.sq, heads_kv * p.sk, heads_kv * p.sk, heads * p.sq]
     of_q, of_k = heads * rounded_up(p.sq, queries), heads_kv * rounded_up(p.sk, keys)
     factors, weights = [of_q, of_k, of_k, of_q], of_q
-    if isinstance(tiles, HopperTiles):  # v has a factor for each column of a tile
+    if forward:  # v has a factor for each column of a tile
         all_rows[3] = factors[3] = weights = 0
         factors[2] = of_k // keys * rounded_up(p.dv, 64)
     widths = split_widths(p, tiles)

@@ -21,7 +21,6 @@ using std::exp, std::log, std::max, std::min, std::tanh;
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
 
 struct Dim {

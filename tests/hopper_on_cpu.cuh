@@ -34,11 +34,6 @@ inline void barrier_wait(unsigned barrier, unsigned parity) {
   barriers_changed.wait(lock, [&] { return barriers.at(barrier).phase % 2 != parity; });
 }
 
-// Clusters of one block: blocks run one after the other.
-inline unsigned cluster_rank() { return 0; }
-inline void cluster_sync() { __syncthreads(); }
-inline void barrier_arrive_at(unsigned barrier, unsigned) { barrier_arrive(barrier); }
-
 struct Named {
   int arrived = 0;
   unsigned generation = 0;
@@ -92,11 +87,6 @@ inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int
           inside ? *reinterpret_cast<const unsigned short*>(from) : 0;
     }
   change(barrier, 0, -map.rows * 128);
-}
-
-inline void tensor_load_to_all(unsigned to, const TensorMap& map, unsigned barrier, int column,
-                               int row, int head, int batch, unsigned short) {
-  tensor_load(to, map, barrier, column, row, head, batch);
 }
 
 inline void tensor_store(const TensorMap& map, unsigned from, int column, int row, int head,

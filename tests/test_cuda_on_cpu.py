@@ -26,7 +26,14 @@ from cuflash import (
     cuda_variants,
 )
 from cuflash.cuda_backend import Config
-from cuflash.cuda_tiles import HopperBackward, HopperTiles, HopperTwoPass, Tiles, WideTiles
+from cuflash.cuda_tiles import (
+    HopperBackward,
+    HopperTiles,
+    HopperTwoPass,
+    SplitTiles,
+    Tiles,
+    WideTiles,
+)
 from cuflash.problem import Problem
 
 HERE = Path(__file__).parent
@@ -227,17 +234,17 @@ def backward(backend, problem, tiles, run, out, lse):
         sums[:] = np.nan  # the first block to add stores
     rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
     mapped = backend.backward_mapped(pointers)
-    if isinstance(tiles, HopperTwoPass) and tiles.parts:
-        _memory, split = split_memory(problem, tiles)
+    if isinstance(tiles, SplitTiles) and tiles.parts:
+        _memory, split = split_memory(problem, tiles, False)
         rows, mapped = rows + split, split[4:8]
     backend._launch(plan, pointers, rows, mapped)
     return dq, dk, dv
 
 
-def split_memory(problem, tiles):
+def split_memory(problem, tiles, forward):
     """Memory full of NaN for what split.cu writes, and pointers into it."""
-    memory = np.full(cuda_variants.split_bytes(problem, tiles), 255, np.uint8)
-    return memory, cuda_variants.split_pointers(problem, tiles, memory.ctypes.data)
+    memory = np.full(cuda_variants.split_bytes(problem, tiles, forward), 255, np.uint8)
+    return memory, cuda_variants.split_pointers(problem, tiles, forward, memory.ctypes.data)
 
 
 def test_scores_whose_rounding_alone_overflows_an_exponential(on_cpu):
@@ -286,8 +293,8 @@ def hopper(on_cpu):
         rows += [0 if on_cpu._uniform(problem) else counter.ctypes.data]
         pointers, layout = on_cpu._described([Device(x) for x in (q, k, v, out)])
         plan, mapped = on_cpu._forward_plan(0, problem, tiles, *layout), pointers
-        if getattr(tiles, "parts", 0):
-            _memory, split = split_memory(problem, tiles)
+        if tiles.parts:
+            _memory, split = split_memory(problem, tiles, True)
             rows, mapped = rows + split, split[4:7]
         on_cpu._launch(plan, pointers, rows, mapped)
         return out, lse
