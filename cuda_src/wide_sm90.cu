@@ -40,6 +40,9 @@
 constexpr int kRows = 64, kPair = 2 * kRows, kComputing = 256, kThreads = kComputing + 128;
 constexpr bool kOut = PASS == 0, kOfKeys = PASS == 1 || PASS == 2, kOfDs = PASS >= 2;
 constexpr bool kAhead = !SPLIT;
+// 168 each to begin with.
+constexpr int kCopyingRegisters = SPLIT == 2 ? 24 : 40,
+              kComputingRegisters = SPLIT == 2 ? 240 : 232;
 constexpr int kHead = HEAD_DIM / SLICE, kValue = kOfDs ? VALUE_DIM / SLICE : 0;  // of S and dP
 constexpr int kKept = CHUNK / SLICE / 2;                                         // of a warpgroup
 constexpr int kChunks = ((kOfDs ? HEAD_DIM : VALUE_DIM) + CHUNK - 1) / CHUNK;
@@ -52,6 +55,9 @@ using Stored = float;
 #else
 using Stored = ELEMENT;
 #endif
+// Where own rows stay, each computing warpgroup has a ring: with one for both forward took 9 %
+// longer. Where not, one brings own slices for both.
+constexpr int kRings = WHOLE ? 2 : 1, kTiles = WHOLE ? 1 : 2;  // tiles that a buffer is for
 // Parts of a slice lie side by side.
 constexpr int kParts = SPLIT == 2 ? 2 : 1;
 using Part = Tile<kRows, SLICE, kComputing>;
@@ -104,14 +110,15 @@ struct Work {
 };
 
 struct Shared {
-  TheSlice::Storage own[WHOLE ? kHead + kValue : STAGES], theirs[STAGES][2];
+  TheSlice::Storage own[WHOLE ? kHead + kValue : STAGES], theirs[kRings][STAGES][kTiles];
   Factors::Storage factors[2][2][kParts];  // of two pairs, by turns; of two tiles
   float2 twins[kOut || SPLIT ? kComputing : 1];
   __align__(16) float numbers[2][2][kNumbers ? kNumbers : 1][kNumbers ? kRows : 1];  // likewise
-  __align__(16) float of_columns[SPLIT && kOut ? STAGES : 1][2][64];  // with a slice of V
-  float undo[2][2][SPLIT && !kOut ? kRows : 1];                       // factors of rows of factors
+  __align__(
+      16) float of_columns[kRings][SPLIT && kOut ? STAGES : 1][kTiles][64];  // with a slice of V
+  float undo[2][2][SPLIT && !kOut ? kRows : 1];  // factors of rows of factors
   Work work;
-  unsigned long long own_full, full[STAGES], empty[STAGES];
+  unsigned long long own_full, full[kRings][STAGES], empty[kRings][STAGES];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
@@ -126,8 +133,9 @@ DEVICE void load_slice(unsigned to, const TensorMap& map, unsigned barrier, int 
                   part * columns + n * SLICE + slab * 64, row, head, batch);
 }
 
-// By one thread.
-DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const Work& work) {
+// By one thread for each ring.
+DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const Work& work,
+                 int ring) {
   const TensorMap &own_s = kOfKeys ? maps.k : maps.q, &own_dp = kOfKeys ? maps.v : maps.dout;
   const TensorMap &theirs_s = kOfKeys ? maps.q : maps.k, &theirs_dp = kOfKeys ? maps.dout : maps.v;
   const TensorMap& times = kOfDs ? theirs_s : theirs_dp;
@@ -135,9 +143,10 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
     load_slice(to, of_dp ? own_dp : own_s, barrier, n, of_dp ? VALUE_DIM : HEAD_DIM, work.row0,
                work.head, work.batch);
   };
-  if (WHOLE && work.start.head < work.end) {
+  if (WHOLE && ring == 0 && work.start.head < work.end) {
     const unsigned own_full = shared_address(&shared.own_full);
     barrier_expect(own_full, sizeof(shared.own));
+#pragma unroll 1
     for (int n = 0; n < kHead + kValue; ++n)
       load_own(shared_address(&shared.own[n]), own_full, n >= kHead, n < kHead ? n : n - kHead);
   }
@@ -146,20 +155,22 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   // The next buffer, when it is free, its barrier, and the bytes that complete it.
   auto begin = [&](int bytes) {
     const unsigned stage = turn++ % STAGES;
-    barrier_wait(shared_address(&shared.empty[stage]), (turn - 1) / STAGES % 2 ^ 1);
-    barrier_expect(shared_address(&shared.full[stage]), bytes);
+    barrier_wait(shared_address(&shared.empty[ring][stage]), (turn - 1) / STAGES % 2 ^ 1);
+    barrier_expect(shared_address(&shared.full[ring][stage]), bytes);
     return stage;
   };
   auto put_scores = [&](Place at, bool of_dp, int n) {
     const bool numbered = kNumbers > 0 && !of_dp && n == 0;
     constexpr int kBytes = kRows * sizeof(float);
-    const unsigned stage =
-        begin((WHOLE ? 2 : 3) * sizeof(TheSlice::Storage) + (numbered ? 2 * kNumbers * kBytes : 0));
-    const unsigned full = shared_address(&shared.full[stage]);
+    const unsigned stage = begin((kTiles + !WHOLE) * sizeof(TheSlice::Storage) +
+                                 (numbered ? kTiles * kNumbers * kBytes : 0));
+    const unsigned full = shared_address(&shared.full[ring][stage]);
     if (!WHOLE) load_own(shared_address(&shared.own[stage]), full, of_dp, n);
-    for (int tile = 0; tile < 2; ++tile) {
-      load_slice(shared_address(&shared.theirs[stage][tile]), of_dp ? theirs_dp : theirs_s, full, n,
-                 of_dp ? VALUE_DIM : HEAD_DIM, at.row0 + tile * kRows, at.head, work.batch);
+#pragma unroll 1
+    for (int i = 0; i < kTiles; ++i) {
+      const int tile = ring + i;
+      load_slice(shared_address(&shared.theirs[ring][stage][i]), of_dp ? theirs_dp : theirs_s, full,
+                 n, of_dp ? VALUE_DIM : HEAD_DIM, at.row0 + tile * kRows, at.head, work.batch);
       if (!numbered) continue;
       const long long row = tile * kRows + at.row0 +
                             (kOfKeys ? first_row(p, work.batch, at.head, kPair)
@@ -177,17 +188,22 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   };
   auto put_products = [&](Place at) {
     constexpr int kBytes = 64 * sizeof(float), kColumns = kOfDs ? HEAD_DIM : VALUE_DIM;
+#pragma unroll 1
     for (int n = 0; n < kKept; ++n)
+#pragma unroll 1
       for (int i = 0; i < 2; ++i) {
         const bool numbered = SPLIT && kOut;
-        const unsigned stage = begin(2 * sizeof(TheSlice::Storage) + (numbered ? 2 * kBytes : 0));
-        const unsigned full = shared_address(&shared.full[stage]);
-        for (int group = 0; group < 2; ++group) {
+        const unsigned stage =
+            begin(kTiles * (sizeof(TheSlice::Storage) + (numbered ? kBytes : 0)));
+        const unsigned full = shared_address(&shared.full[ring][stage]);
+#pragma unroll 1
+        for (int j = 0; j < kTiles; ++j) {
+          const int group = ring + j;
           const int slice = work.column0 / SLICE + group * kKept + n;
-          load_slice(shared_address(&shared.theirs[stage][group]), times, full, slice, kColumns,
+          load_slice(shared_address(&shared.theirs[ring][stage][j]), times, full, slice, kColumns,
                      at.row0 + (i ^ group) * kRows, at.head, work.batch);
           if (numbered)
-            bulk_load(shared_address(shared.of_columns[stage][group]),
+            bulk_load(shared_address(shared.of_columns[ring][stage][j]),
                       p.v_factors +
                           (kv_tile<kPair>(p, work.batch, at.head) + at.row0 / kPair) * VALUE_DIM +
                           slice * SLICE,
@@ -197,7 +213,9 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   };
   Place before{};
   for (Place at = work.start; at.head < work.end; before = at, at = work.after(at), ++pair) {
+#pragma unroll 1
     for (int n = 0; n < kHead; ++n) put_scores(at, false, n);
+#pragma unroll 1
     for (int n = 0; n < kValue; ++n) put_scores(at, true, n);
     if (!kAhead) put_products(at);
     if (kAhead && pair > 0) put_products(before);
@@ -221,20 +239,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int group = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.own_full), 1);
-    for (int i = 0; i < STAGES; ++i)
-      barrier_init(shared_address(&shared.full[i]), 1),
-          barrier_init(shared_address(&shared.empty[i]), kComputing / 32);
+    for (int i = 0; i < kRings * STAGES; ++i) {
+      barrier_init(shared_address(&shared.full[0][i]), 1);
+      barrier_init(shared_address(&shared.empty[0][i]), kComputing / 32 / kRings);
+    }
     barrier_init_fence();
     shared.work = Work(p);
   }
   __syncthreads();
   const Work& work = shared.work;  // there, and not in registers
   if (group == 2) {
-    registers_lower<24>();
-    if (threadIdx.x == kComputing) copy(p, maps, shared, work);
+    registers_lower<kCopyingRegisters>();
+    const int ring = threadIdx.x % 128 / 32;
+    if (threadIdx.x % 32 == 0 && ring < kRings) copy(p, maps, shared, work, ring);
     return;
   }
-  registers_raise<240>();
+  registers_raise<kComputingRegisters>();
 
   const Scores scores(p.scale, p.softcap);
   OnlineSoftmax<1, SPLIT != 0> softmax;
@@ -243,16 +263,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int n = 0; n < kKept; ++n) clear(sum[n]);
   Products s, dp;
 
+  const int ring = WHOLE ? group : 0;
   unsigned turn = 0;     // the next buffer
   bool running = false;  // products with the one before
   auto release_last = [&] {
     __syncwarp();  // all lanes have seen a phase before the next may begin
-    if (running) release(shared_address(&shared.empty[(turn - 1) % STAGES]), SPLIT && kOut);
+    if (running) release(shared_address(&shared.empty[ring][(turn - 1) % STAGES]), SPLIT && kOut);
   };
   // Start products with the next buffer; those with the one before are done.
   auto with_next = [&](auto products) {
     const unsigned stage = turn % STAGES;
-    barrier_wait(shared_address(&shared.full[stage]), turn / STAGES % 2);
+    barrier_wait(shared_address(&shared.full[ring][stage]), turn / STAGES % 2);
     wgmma_fence();
     products(stage);
     wgmma_commit();
@@ -271,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int n = 0; n < slices; ++n)
       with_next([&](unsigned stage) {
         const unsigned a = operand(shared_address(&shared.own[WHOLE ? own + n : stage]));
-        const unsigned b = operand(shared_address(&shared.theirs[stage][group]));
+        const unsigned b = operand(shared_address(&shared.theirs[ring][stage][group - ring]));
         constexpr int kLow = sizeof(Part::Storage) >> 4;
 #pragma unroll
         for (int term = first_term(kParts); term < 3; ++term)
@@ -306,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         with_next([&](unsigned stage) {
           const unsigned a = operand(shared_address(&shared.factors[pair % 2][tile]));
           const unsigned b =
-              operand(shared_address(&shared.theirs[stage][group]), Part::kSlabBytes);
+              operand(shared_address(&shared.theirs[ring][stage][group - ring]), Part::kSlabBytes);
           constexpr int kLowA = sizeof(Factors::Storage) >> 4, kLowB = sizeof(Part::Storage) >> 4;
 #pragma unroll
           for (int term = first_term(kParts); term < 3; ++term)
@@ -321,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           if (kOut && i == 0) continue;
           wgmma_wait<0>();
           if constexpr (kOut) {
-            add_scaled(sum[n][0], part, 0, shared.of_columns[(turn - 1) % STAGES][group]);
+            add_scaled(sum[n][0], part, 0,
+                       shared.of_columns[ring][(turn - 1) % STAGES][group - ring]);
           } else {
             const int row = fragment_row<1>(0, 0) - group * kRows;
             const float undo[2] = {shared.undo[pair % 2][tile][row],
