@@ -133,89 +133,81 @@ DEVICE void load_slice(unsigned to, const TensorMap& map, unsigned barrier, int 
                   part * columns + n * SLICE + slab * 64, row, head, batch);
 }
 
-// By one thread for each ring.
+// By a thread for each of the two streamed tiles, and where own rows pass too, by a third for them.
 DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const Work& work,
-                 int ring) {
+                 int which) {
   const TensorMap &own_s = kOfKeys ? maps.k : maps.q, &own_dp = kOfKeys ? maps.v : maps.dout;
   const TensorMap &theirs_s = kOfKeys ? maps.q : maps.k, &theirs_dp = kOfKeys ? maps.dout : maps.v;
   const TensorMap& times = kOfDs ? theirs_s : theirs_dp;
+  const int ring = WHOLE ? which : 0;
   auto load_own = [&](unsigned to, unsigned barrier, bool of_dp, int n) {
     load_slice(to, of_dp ? own_dp : own_s, barrier, n, of_dp ? VALUE_DIM : HEAD_DIM, work.row0,
                work.head, work.batch);
   };
-  if (WHOLE && ring == 0 && work.start.head < work.end) {
+  if (WHOLE && which == 0 && work.start.head < work.end) {
     const unsigned own_full = shared_address(&shared.own_full);
     barrier_expect(own_full, sizeof(shared.own));
-#pragma unroll 1
     for (int n = 0; n < kHead + kValue; ++n)
       load_own(shared_address(&shared.own[n]), own_full, n >= kHead, n < kHead ? n : n - kHead);
   }
 
   unsigned turn = 0, pair = 0;
-  // The next buffer, when it is free, its barrier, and the bytes that complete it.
+  // The next buffer, when it is free; with so many bytes this thread's part of it is complete.
   auto begin = [&](int bytes) {
-    const unsigned stage = turn++ % STAGES;
-    barrier_wait(shared_address(&shared.empty[ring][stage]), (turn - 1) / STAGES % 2 ^ 1);
+    const unsigned stage = turn % STAGES;
+    barrier_wait(shared_address(&shared.empty[ring][stage]), turn / STAGES % 2 ^ 1);
     barrier_expect(shared_address(&shared.full[ring][stage]), bytes);
+    ++turn;
     return stage;
   };
   auto put_scores = [&](Place at, bool of_dp, int n) {
-    const bool numbered = kNumbers > 0 && !of_dp && n == 0;
+    const bool numbered = kNumbers > 0 && which < 2 && !of_dp && n == 0;
     constexpr int kBytes = kRows * sizeof(float);
-    const unsigned stage = begin((kTiles + !WHOLE) * sizeof(TheSlice::Storage) +
-                                 (numbered ? kTiles * kNumbers * kBytes : 0));
+    const unsigned stage = begin(sizeof(TheSlice::Storage) + (numbered ? kNumbers * kBytes : 0));
     const unsigned full = shared_address(&shared.full[ring][stage]);
-    if (!WHOLE) load_own(shared_address(&shared.own[stage]), full, of_dp, n);
-#pragma unroll 1
-    for (int i = 0; i < kTiles; ++i) {
-      const int tile = ring + i;
-      load_slice(shared_address(&shared.theirs[ring][stage][i]), of_dp ? theirs_dp : theirs_s, full,
-                 n, of_dp ? VALUE_DIM : HEAD_DIM, at.row0 + tile * kRows, at.head, work.batch);
-      if (!numbered) continue;
-      const long long row = tile * kRows + at.row0 +
-                            (kOfKeys ? first_row(p, work.batch, at.head, kPair)
-                                     : first_kv_row<kPair>(p, work.batch, at.head));
-      int number = 0;
-      auto put = [&](const void* all) {
-        bulk_load(shared_address(shared.numbers[pair % 2][tile][number++]),
-                  static_cast<const float*>(all) + row, full, kBytes);
-      };
-      if (kOfKeys) put(p.lse_log2), put(p.delta);
-      if (SPLIT && kOfKeys) put(p.q_factors), put(p.dout_factors), put(p.weights);
-      if (SPLIT && !kOfKeys) put(p.k_factors);
-      if (SPLIT && PASS == 3) put(p.v_factors);
+    if (which == 2) {
+      load_own(shared_address(&shared.own[stage]), full, of_dp, n);
+      return;
     }
+    const int row0 = at.row0 + which * kRows;
+    load_slice(shared_address(&shared.theirs[ring][stage][which - ring]),
+               of_dp ? theirs_dp : theirs_s, full, n, of_dp ? VALUE_DIM : HEAD_DIM, row0, at.head,
+               work.batch);
+    if (!numbered) return;
+    const long long row = row0 + (kOfKeys ? first_row(p, work.batch, at.head, kPair)
+                                          : first_kv_row<kPair>(p, work.batch, at.head));
+    int number = 0;
+    auto put = [&](const void* all) {
+      bulk_load(shared_address(shared.numbers[pair % 2][which][number++]),
+                static_cast<const float*>(all) + row, full, kBytes);
+    };
+    if (kOfKeys) put(p.lse_log2), put(p.delta);
+    if (SPLIT && kOfKeys) put(p.q_factors), put(p.dout_factors), put(p.weights);
+    if (SPLIT && !kOfKeys) put(p.k_factors);
+    if (SPLIT && PASS == 3) put(p.v_factors);
   };
   auto put_products = [&](Place at) {
-    constexpr int kBytes = 64 * sizeof(float), kColumns = kOfDs ? HEAD_DIM : VALUE_DIM;
-#pragma unroll 1
+    constexpr int kBytes = SPLIT && kOut ? 64 * sizeof(float) : 0;
     for (int n = 0; n < kKept; ++n)
-#pragma unroll 1
       for (int i = 0; i < 2; ++i) {
-        const bool numbered = SPLIT && kOut;
-        const unsigned stage =
-            begin(kTiles * (sizeof(TheSlice::Storage) + (numbered ? kBytes : 0)));
+        const unsigned stage = begin(which < 2 ? sizeof(TheSlice::Storage) + kBytes : 0);
+        if (which == 2) continue;
         const unsigned full = shared_address(&shared.full[ring][stage]);
-#pragma unroll 1
-        for (int j = 0; j < kTiles; ++j) {
-          const int group = ring + j;
-          const int slice = work.column0 / SLICE + group * kKept + n;
-          load_slice(shared_address(&shared.theirs[ring][stage][j]), times, full, slice, kColumns,
-                     at.row0 + (i ^ group) * kRows, at.head, work.batch);
-          if (numbered)
-            bulk_load(shared_address(shared.of_columns[ring][stage][j]),
-                      p.v_factors +
-                          (kv_tile<kPair>(p, work.batch, at.head) + at.row0 / kPair) * VALUE_DIM +
-                          slice * SLICE,
-                      full, kBytes);
-        }
+        const int slice = work.column0 / SLICE + which * kKept + n;
+        load_slice(shared_address(&shared.theirs[ring][stage][which - ring]), times, full, slice,
+                   kOfDs ? HEAD_DIM : VALUE_DIM, at.row0 + (i ^ which) * kRows, at.head,
+                   work.batch);
+        if (kBytes > 0)
+          bulk_load(shared_address(shared.of_columns[ring][stage][which - ring]),
+                    p.v_factors +
+                        (kv_tile<kPair>(p, work.batch, at.head) + at.row0 / kPair) * VALUE_DIM +
+                        slice * SLICE,
+                    full, kBytes);
       }
   };
   Place before{};
   for (Place at = work.start; at.head < work.end; before = at, at = work.after(at), ++pair) {
-#pragma unroll 1
     for (int n = 0; n < kHead; ++n) put_scores(at, false, n);
-#pragma unroll 1
     for (int n = 0; n < kValue; ++n) put_scores(at, true, n);
     if (!kAhead) put_products(at);
     if (kAhead && pair > 0) put_products(before);
@@ -240,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.own_full), 1);
     for (int i = 0; i < kRings * STAGES; ++i) {
-      barrier_init(shared_address(&shared.full[0][i]), 1);
+      barrier_init(shared_address(&shared.full[0][i]), WHOLE ? 1 : 3);
       barrier_init(shared_address(&shared.empty[0][i]), kComputing / 32 / kRings);
     }
     barrier_init_fence();
@@ -250,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Work& work = shared.work;  // there, and not in registers
   if (group == 2) {
     registers_lower<kCopyingRegisters>();
-    const int ring = threadIdx.x % 128 / 32;
-    if (threadIdx.x % 32 == 0 && ring < kRings) copy(p, maps, shared, work, ring);
+    const int which = threadIdx.x % 128 / 32;
+    if (threadIdx.x % 32 == 0 && which < (WHOLE ? 2 : 3)) copy(p, maps, shared, work, which);
     return;
   }
   registers_raise<kComputingRegisters>();
