@@ -122,6 +122,15 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
 
+// A buffer of a ring, and how often, mod 2, all have been used before.
+struct Turn {
+  unsigned stage = 0, round = 0;
+  DEVICE void next() {
+    if (++stage < STAGES) return;
+    stage = 0, round ^= 1;
+  }
+};
+
 // Slice n of the rows from here on, of an array with so many columns a part.
 DEVICE void load_slice(unsigned to, const TensorMap& map, unsigned barrier, int n, int columns,
                        int row, int head, int batch) {
@@ -147,17 +156,19 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   if (WHOLE && which == 0 && work.start.head < work.end) {
     const unsigned own_full = shared_address(&shared.own_full);
     barrier_expect(own_full, sizeof(shared.own));
+#pragma unroll 1
     for (int n = 0; n < kHead + kValue; ++n)
       load_own(shared_address(&shared.own[n]), own_full, n >= kHead, n < kHead ? n : n - kHead);
   }
 
-  unsigned turn = 0, pair = 0;
+  Turn turn;
+  unsigned pair = 0;
   // The next buffer, when it is free; with so many bytes this thread's part of it is complete.
   auto begin = [&](int bytes) {
-    const unsigned stage = turn % STAGES;
-    barrier_wait(shared_address(&shared.empty[ring][stage]), turn / STAGES % 2 ^ 1);
+    const unsigned stage = turn.stage;
+    barrier_wait(shared_address(&shared.empty[ring][stage]), turn.round ^ 1);
     barrier_expect(shared_address(&shared.full[ring][stage]), bytes);
-    ++turn;
+    turn.next();
     return stage;
   };
   auto put_scores = [&](Place at, bool of_dp, int n) {
@@ -256,22 +267,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Products s, dp;
 
   const int ring = WHOLE ? group : 0;
-  unsigned turn = 0;     // the next buffer
-  bool running = false;  // products with the one before
+  Turn turn;             // the next buffer
+  unsigned last = 0;     // the one before
+  bool running = false;  // products with that
   auto release_last = [&] {
     __syncwarp();  // all lanes have seen a phase before the next may begin
-    if (running) release(shared_address(&shared.empty[ring][(turn - 1) % STAGES]), SPLIT && kOut);
+    if (running) release(shared_address(&shared.empty[ring][last]), SPLIT && kOut);
   };
   // Start products with the next buffer; those with the one before are done.
   auto with_next = [&](auto products) {
-    const unsigned stage = turn % STAGES;
-    barrier_wait(shared_address(&shared.full[ring][stage]), turn / STAGES % 2);
+    barrier_wait(shared_address(&shared.full[ring][turn.stage]), turn.round);
     wgmma_fence();
-    products(stage);
+    products(turn.stage);
     wgmma_commit();
     wgmma_wait<1>();
     release_last();
-    running = true, ++turn;
+    running = true, last = turn.stage;
+    turn.next();
   };
   auto finish = [&] {
     wgmma_wait<0>();
@@ -334,8 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           if (kOut && i == 0) continue;
           wgmma_wait<0>();
           if constexpr (kOut) {
-            add_scaled(sum[n][0], part, 0,
-                       shared.of_columns[ring][(turn - 1) % STAGES][group - ring]);
+            add_scaled(sum[n][0], part, 0, shared.of_columns[ring][last][group - ring]);
           } else {
             const int row = fragment_row<1>(0, 0) - group * kRows;
             const float undo[2] = {shared.undo[pair % 2][tile][row],
@@ -521,21 +532,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Place at = work.start;
   if (at.head < work.end) {
     if (WHOLE) barrier_wait(shared_address(&shared.own_full), 0);
-    for (unsigned pair = 0;; ++pair) {
+    unsigned pair = 0;
+    if constexpr (kAhead) {
       multiply_scores(at, pair);
-      if (kAhead && pair > 0)
-        multiply_factors(pair - 1);
-      else
-        finish();
+      finish();
       make_factors(at, pair);
-      if (!kAhead) multiply_factors(pair);
-      at = work.after(at);
-      if (at.head < work.end) continue;
-      if (kAhead) {
+      while ((at = work.after(at)).head < work.end) {
+        multiply_scores(at, pair + 1);
         multiply_factors(pair);
-        finish();
+        make_factors(at, ++pair);
       }
-      break;
+      multiply_factors(pair);
+      finish();
+    } else {
+      do {
+        multiply_scores(at, pair);
+        finish();
+        make_factors(at, pair);
+        multiply_factors(pair++);
+      } while ((at = work.after(at)).head < work.end);
     }
   }
 
