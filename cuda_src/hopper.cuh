@@ -139,6 +139,17 @@ DEVICE void load_shared16(float (&x)[4], unsigned address) {
                : "r"(address)
                : "memory");
 }
+// A load that stays where it is, though what it brings were the same before a loop.
+DEVICE float2 load_shared8(unsigned address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+DEVICE float load_4(const float* from) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
 DEVICE void load_16(float (&x)[4], const float* from) {
   asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])

@@ -226,6 +226,9 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   if (kAhead && pair > 0) put_products(before);
 }
 
+// Of two neighbours, that of element e.
+DEVICE float element(float2 two, int e) { return e % 2 ? two.y : two.x; }
+
 // What the thread says that has the other half of this one's rows.
 DEVICE float2 of_twin(Shared& shared, float2 mine) {
   shared.twins[threadIdx.x] = mine;
@@ -366,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto of_own = [&](const void* all, int r) -> float {
     const long long head = kOfKeys ? first_kv_row<kPair>(p, work.batch, work.head)
                                    : first_row(p, work.batch, work.head, kPair);
-    return static_cast<const volatile float*>(all)[head + row0 + 8 * r];
+    return load_4(static_cast<const float*>(all) + head + row0 + 8 * r);
   };
   auto of_s = [&](int r) {
     return of_own(kOfKeys ? p.k_factors : p.q_factors, r) *
@@ -374,11 +377,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   float total[2] = {}, missed[2] = {};  // sums of P, with SPLIT, and what rounding took from them
 
-  // Number `which` of element e of columns 8 n .., which are streamed rows. (Else all are loaded at
-  // once, and up to 500 bytes are spilled.)
-  auto number = [&](unsigned pair, int which, int n, int e) -> float {
-    const auto& numbers = shared.numbers[pair % 2][group][which];
-    return static_cast<const volatile float&>(numbers[8 * n + fragment_column() + e % 2]);
+  // Of columns 8 n .., which are streamed rows, number `which` of this thread's two.
+  auto numbers = [&](unsigned pair, int which, int n) {
+    const float* all = shared.numbers[pair % 2][group][which];
+    return load_shared8(shared_address(all) + 4 * (8 * n + fragment_column()));
   };
   auto hide = [&](Products& c, Place at, float hidden) {
     const int other0 = at.row0 + group * kRows;
@@ -398,24 +400,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float lse[2] = {};
     if (!kOfKeys) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
 #pragma unroll
-    for (int n = 0; n < kRows / 8; ++n)
+    for (int n = 0; n < kRows / 8; ++n) {
+      const float2 of_column = numbers(pair, kOfS, n);
+      const float2 of_query = kOfKeys ? numbers(pair, 0, n) : float2{lse[0], lse[1]};
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        s[0][n][e] = fmaf(s[0][n][e] * number(pair, kOfS, n, e), row[e / 2],
-                          -(kOfKeys ? number(pair, 0, n, e) : lse[e / 2]));
+        s[0][n][e] = fmaf(s[0][n][e] * element(of_column, e), row[e / 2],
+                          -element(of_query, kOfKeys ? e : e / 2));
+    }
     hide(s, at, -kInfinity);
+    float more[2] = {missed[0], missed[1]};
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n) {
+      const float2 weight = kOfKeys ? numbers(pair, 4, n) : float2{1, 1};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[0][n][e] = exp2_approx(s[0][n][e] * kLog2e) * element(weight, e);
+        if (PASS == 3) more[e / 2] += s[0][n][e];
+      }
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float more = missed[r];
-#pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[0][n][e] = exp2_approx(s[0][n][e] * kLog2e) * (kOfKeys ? number(pair, 4, n, e) : 1.0f);
-          more += s[0][n][e];
-        }
-      const float both = total[r] + more;
-      missed[r] = more - (both - total[r]);
+      const float both = total[r] + more[r];
+      missed[r] = more[r] - (both - total[r]);
       total[r] = both;
     }
   };
@@ -445,10 +452,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (SPLIT) {
         const float row[2] = {of_s(0), of_s(1)};
 #pragma unroll
-        for (int n = 0; n < kRows / 8; ++n)
+        for (int n = 0; n < kRows / 8; ++n) {
+          const float2 of_column = numbers(pair, kOfS, n);
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            s[0][n][e] = s[0][n][e] * row[e / 2] * number(pair, kOfS, n, e);
+          for (int e = 0; e < 4; ++e) s[0][n][e] = s[0][n][e] * row[e / 2] * element(of_column, e);
+        }
       }
       scores.transform(s);
       hide(s, at, -kInfinity);
@@ -467,29 +475,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const float* all = kOfKeys ? p.v_factors : p.dout_factors;
         const float row[2] = {of_own(all, 0), of_own(all, 1)};
 #pragma unroll
-        for (int n = 0; n < kRows / 8; ++n)
+        for (int n = 0; n < kRows / 8; ++n) {
+          const float2 of_column = numbers(pair, kOfDp, n);
+          const float2 less = kOfKeys ? numbers(pair, 1, n) : float2{delta[0], delta[1]};
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            dp[0][n][e] = fmaf(dp[0][n][e] * number(pair, kOfDp, n, e), row[e / 2],
-                               -(kOfKeys ? number(pair, 1, n, e) : delta[e / 2]));
+            dp[0][n][e] = fmaf(dp[0][n][e] * element(of_column, e), row[e / 2],
+                               -element(less, kOfKeys ? e : e / 2));
+        }
         hide(dp, at, 0.0f);  // 0 times what is hidden may be NaN
       }
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
+      for (int n = 0; n < kRows / 8; ++n) {
+        const float2 of_times = numbers(pair, kOfTimes, n);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (kOfDs) s[0][n][e] *= dp[0][n][e];
-          s[0][n][e] *= finite(number(pair, kOfTimes, n, e));
-        }
+        for (int e = 0; e < 4; ++e)
+          s[0][n][e] *= (kOfDs ? dp[0][n][e] : 1.0f) * finite(element(of_times, e));
+      }
     } else {
       scores.transform(s);
       if (!kOfDs) clear(dp);
 #pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
+      for (int n = 0; n < kRows / 8; ++n) {
+        const float2 of_query = kOfKeys ? numbers(pair, 0, n) : float2{lse[0], lse[1]};
+        const float2 less = kOfKeys ? numbers(pair, 1, n) : float2{delta[0], delta[1]};
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          differentiate(s[0][n][e], dp[0][n][e], kOfKeys ? number(pair, 0, n, e) : lse[e / 2],
-                        kOfKeys ? number(pair, 1, n, e) : delta[e / 2], scores);
+          differentiate(s[0][n][e], dp[0][n][e], element(of_query, kOfKeys ? e : e / 2),
+                        element(less, kOfKeys ? e : e / 2), scores);
+      }
       hide(kOfDs ? dp : s, at, 0.0f);
     }
 

@@ -145,6 +145,12 @@ inline void store_shared16(unsigned address, const float (&x)[4]) {
   std::memcpy(memory + address, x, 16);
 }
 inline void load_shared16(float (&x)[4], unsigned address) { std::memcpy(x, memory + address, 16); }
+inline float2 load_shared8(unsigned address) {
+  float2 x;
+  std::memcpy(&x, memory + address, 8);
+  return x;
+}
+inline float load_4(const float* from) { return *from; }
 inline void load_16(float (&x)[4], const float* from) { std::memcpy(x, from, 16); }
 
 // --- registers and products of a warpgroup
