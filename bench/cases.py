@@ -131,6 +131,16 @@ def _tokens16k() -> list[Case]:
     ]
 
 
+def _wide() -> list[Case]:
+    """Heads around and beyond the width where tiling stops saving traffic."""
+    return [
+        Case(dtype, 1, 8, 8, 4096, 4096, d, d, False, direction)
+        for dtype in ("bfloat16", "float32", "float64")
+        for d in (64, 128, 256, 512, 784, 1024)
+        for direction in ("forward", "backward")
+    ]
+
+
 def _decode() -> list[Case]:
     """One new query a sequence: the keys and values are read once, so GB/s is what counts."""
     sizes = [(8, 8192), (32, 8192), (1, 131072)]
@@ -142,6 +152,7 @@ SETS = {
     "gpu": _dtypes() + _tokens16k(),
     "dtypes": _dtypes(),
     "tokens16k": _tokens16k(),
+    "wide": _wide(),
     "decode": _decode(),
 }
 

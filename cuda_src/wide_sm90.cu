@@ -218,7 +218,9 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   };
   Place before{};
   for (Place at = work.start; at.head < work.end; before = at, at = work.after(at), ++pair) {
+#pragma unroll 1
     for (int n = 0; n < kHead; ++n) put_scores(at, false, n);
+#pragma unroll 1
     for (int n = 0; n < kValue; ++n) put_scores(at, true, n);
     if (!kAhead) put_products(at);
     if (kAhead && pair > 0) put_products(before);
@@ -295,6 +297,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   // With the next buffers c = a b^T of so many slices.
   auto multiply = [&](Products& c, int own, int slices) {
+    // Else what c was is kept from pair to pair, and up to 250 bytes are spilled.
+    if (SPLIT && !kOut) clear(c);
 #pragma unroll 1
     for (int n = 0; n < slices; ++n)
       with_next([&](unsigned stage) {

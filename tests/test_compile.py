@@ -26,11 +26,11 @@ ARCHITECTURES = {
 #: Bytes that may be spilled: a few loop-invariant values where 255 registers are all in use. The
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
 #: bwd_sm90: of the copying thread, once for each tile of keys; and with a softcap, results of any
-#: strides and d = 128 once at the end of it.
+#: strides and d = 128 once at the end of it. wide_sm90: float32, 8 in out, 24 in dK, 92 in dQ.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
     "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
-    "split_rows": 0, "wide_sm80": 20,
+    "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92,
 }  # fmt: skip
 HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 
@@ -61,6 +61,17 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             for width, tiles in table.items()
             for vector in (True, False)
         ]
+    wide = [
+        (width, cuda_tiles.WIDE_HOPPER._replace(parts=parts))
+        for parts in ((0,) if dtype in cuda_variants.ELEMENTS else (2, 1))
+        for width in (320, 512, 1024)
+        if arch == "sm_90a" and dtype != "float64"
+    ]
+    forward += [
+        cuda_variants.forward_variant(problem(width), tiles, vector)
+        for width, tiles in wide
+        for vector in (True, False)
+    ]
     if arch == "sm_90a" and dtype == "float32":
         forward += [
             variant
@@ -87,6 +98,12 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             for width, tiles in cuda_tiles.BACKWARD_HOPPER_32.items()
             for vector in (True, False)
         ]
+    backward += [
+        steps(problem(width, None if tiles.parts else softcap), tiles, vector)
+        for width, tiles in wide
+        if tiles.parts != 1
+        for softcap, vector in ((None, True), (2.0, False))
+    ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [
         v for steps in backward if max(v.shared_bytes for v in steps) <= limit for v in steps

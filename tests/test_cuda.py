@@ -37,6 +37,10 @@ def configs():
     for width, tiles in cuda_tiles.FORWARD_HOPPER_32.items():
         backward = cuda_tiles.BACKWARD_HOPPER_32[width]
         yield "float32", width, cuda_backend.Config(tiles, backward)
+    for dtype, parts in (("float16", 0), ("bfloat16", 0), ("float32", 2)):
+        for width in (320, 512, 1024):
+            wide = cuda_tiles.WIDE_HOPPER._replace(parts=parts)
+            yield dtype, width, cuda_backend.Config(wide, wide)
 
 
 def needs_hopper():
@@ -57,7 +61,7 @@ def tiles_for(request):
 def test_every_row_of_the_tables_is_right(dtype, width, config):
     import cupy
 
-    if isinstance(config.forward, cuda_tiles.HopperTiles):
+    if isinstance(config.forward, cuda_tiles.ForwardOnHopper):
         needs_hopper()
     elif isinstance(config.forward, cuda_tiles.Tiles) and config.forward.mma:
         capability, *_ = cuda_backend._limits(cupy.cuda.runtime.getDevice())
@@ -294,7 +298,8 @@ def test_resources(d):
         256: ("fwd_sm90", "row_delta", "bwd_sm90_q", "bwd_sm90_kv"),
     }
     portable = ("fwd_sm80", "row_delta", "bwd_sm80", "store_dq")
-    wide = ("wide_sm80", "row_delta", "wide_sm80", "wide_sm80", "wide_sm80")
+    kernel = "wide_sm90" if on_hopper() else "wide_sm80"
+    wide = (kernel, "row_delta", kernel, kernel, kernel)
     assert entries == (wide if d > 256 else hopper[d] if on_hopper() else portable)
     assert all(32 <= t <= 1024 for t in threads) and all(16 <= r <= 255 for r in registers)
     assert max(local) <= 64 and max(shared) <= 227 * 1024

@@ -32,6 +32,7 @@ from cuflash.cuda_tiles import (
     HopperTwoPass,
     SplitTiles,
     Tiles,
+    WideHopper,
     WideTiles,
 )
 from cuflash.problem import Problem
@@ -320,8 +321,8 @@ def test_hopper_gives_a_head_the_same_bits_whatever_else_a_block_computes(hopper
         assert (alone == out[:, h : h + 1]).all() and (alone_lse == lse[:, h : h + 1]).all()
 
 
-def test_float32_on_hopper_keeps_what_is_not_finite_where_it_is(hopper):
-    tiles = HopperTiles(64, 16, parts=2)
+@pytest.mark.parametrize("tiles", [HopperTiles(64, 16, parts=2), WideHopper(parts=2)], ids=str)
+def test_float32_on_hopper_keeps_what_is_not_finite_where_it_is(tiles, hopper):
     q, k, v = (normal(np, 1, 1, n, 24, seed=n) for n in (70, 90, 90))
     clean, clean_lse = hopper(tiles, q, k, v, causal=True)
 
@@ -348,8 +349,8 @@ def test_float32_on_hopper_keeps_what_is_not_finite_where_it_is(hopper):
     assert (nan == want[:, None]).all() and (nan_lse == want).all()
 
 
-def test_float32_on_hopper_takes_numbers_of_any_size(hopper):
-    tiles = HopperTiles(64, 32, parts=2)
+@pytest.mark.parametrize("tiles", [HopperTiles(64, 32, parts=2), WideHopper(parts=2)], ids=str)
+def test_float32_on_hopper_takes_numbers_of_any_size(tiles, hopper):
     rng = np.random.default_rng(5)
     q, k, v = (rng.standard_normal((1, 1, n, 40)) for n in (50, 70, 70))
     sizes = 10.0 ** rng.integers(-15, 15, (3, 70, 1))
@@ -371,9 +372,10 @@ def to_11_bits(x):
     return (bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13).view(np.float32)
 
 
-def test_tf32_on_hopper(hopper):
+@pytest.mark.parametrize("tiles", [HopperTiles(128, 80, parts=1), WideHopper(parts=1)], ids=str)
+def test_tf32_on_hopper(tiles, hopper):
     q, k, v = (normal(np, 2, 2, n, 72, seed=n) for n in (130, 300, 300))
-    out, lse = hopper(HopperTiles(128, 80, parts=1), q, k, v)
+    out, lse = hopper(tiles, q, k, v)
     want, want_lse = attention_reference(q, k, v, return_lse=True)
     s = to_11_bits(q) @ to_11_bits(k).swapaxes(-1, -2) * np.float32(72**-0.5)
     top = s.max(-1, keepdims=True)
@@ -383,13 +385,38 @@ def test_tf32_on_hopper(hopper):
     close("lse", lse, want_lse, (top + np.log(total))[..., 0], rounding=0)
 
 
-def test_precision_chooses_the_kernel():
+@pytest.mark.parametrize("d", [64, 512])
+def test_precision_chooses_the_kernel(d):
     def forward_tiles(precision):
-        problem = Problem("cuda", "float32", 1, 1, 1, 9, 9, 64, 64, 1.0, precision=precision)
+        problem = Problem("cuda", "float32", 1, 1, 1, 9, 9, d, d, 1.0, precision=precision)
         return cuda_backend.config_for(problem, 90, 227 * 1024).forward
 
     assert isinstance(forward_tiles("ieee"), Tiles)
     assert [forward_tiles(p).parts for p in ("float32", "tf32")] == [2, 1]
+
+
+# Forward and backward; own rows stay in shared memory or pass with the others.
+WIDE_HOPPER_CASES = [
+    (case(30, 150, d=264, dv=40, batch=1, heads=2, heads_kv=1, dtype="bfloat16", causal=True),
+     WideHopper()),
+    (case(30, 140, d=800, dv=264, batch=1, heads=1, heads_kv=1, dtype="float16",
+          layout="contiguous"), WideHopper()),
+    (case(70, 90, d=72, dv=384, batch=1, heads=1, heads_kv=1, dtype="bfloat16", layout="bshd",
+          causal="top_left", scale=-0.4, softcap=2.0), WideHopper(chunk=256)),
+    (case(20, 150, d=264, dv=40, batch=1, heads=2, heads_kv=1, causal=True), WideHopper(parts=2)),
+    (case(70, 140, d=40, dv=264, batch=1, heads=1, heads_kv=1, window=(100, 3), scale=-0.4,
+          layout="contiguous"), WideHopper(parts=2, chunk=256)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tiles"), WIDE_HOPPER_CASES, ids=str)
+def test_wide_heads_on_hopper(case, tiles, hopper, on_cpu):
+    run = Run(case, np)
+    out, lse = hopper(tiles, run.q, run.k, run.v, **run.options)
+    run.check_forward(out, lse)
+    options = {"scale": None, "causal": False, "window": None, "softcap": None, **run.options}
+    problem, *_ = api.canonical(run.q, run.k, run.v, *options.values())
+    run.check_backward(backward(on_cpu, problem, tiles, run, out, lse))
 
 
 HOPPER_BACKWARD_CASES = [
