@@ -498,8 +498,8 @@ def test_float32_gradients_of_shares_of_the_keys_add_up(on_cpu):
         assert peak(g - w) <= 8 * eps("float32") * peak(w)
 
 
-def test_float32_gradients_of_numbers_of_any_size(on_cpu):
-    tiles = HopperTwoPass(64, 32, 1, parts=2)
+@pytest.mark.parametrize("tiles", [HopperTwoPass(64, 32, 1, parts=2), WideHopper(parts=2)], ids=str)
+def test_float32_gradients_of_numbers_of_any_size(tiles, on_cpu):
     rng = np.random.default_rng(5)
     q, dout = (rng.standard_normal((1, 1, 70, 40)) for _ in range(2))
     k, v = (rng.standard_normal((1, 1, 90, 40)) for _ in range(2))
@@ -518,9 +518,9 @@ def test_float32_gradients_of_numbers_of_any_size(on_cpu):
         close(name, got / rows, w / rows, p / rows, rounding=eps("float32") * peak(w / rows))
 
 
-def test_float32_gradients_keep_what_is_not_finite_where_it_is(on_cpu):
+@pytest.mark.parametrize("tiles", [HopperTwoPass(32, 16, 1, parts=2), WideHopper(parts=2)], ids=str)
+def test_float32_gradients_keep_what_is_not_finite_where_it_is(tiles, on_cpu):
     # No element is NaN or infinite that the formula in float32 has finite.
-    tiles = HopperTwoPass(32, 16, 1, parts=2)
     q, dout = (normal(np, 1, 1, 70, 24, seed=n) for n in range(2))
     k, v = (normal(np, 1, 1, 90, 24, seed=n) for n in range(2, 4))
 
