@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   bool running = false;  // products with that
   auto release_last = [&] {
     __syncwarp();  // all lanes have seen a phase before the next may begin
-    if (running) release(shared_address(&shared.empty[ring][last]), SPLIT && kOut);
+    release(shared_address(&shared.empty[ring][last]), SPLIT && kOut);
   };
   // Start products with the next buffer; those with the one before are done.
   auto with_next = [&](auto products) {
@@ -285,14 +285,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wgmma_fence();
     products(turn.stage);
     wgmma_commit();
-    wgmma_wait<1>();
-    release_last();
+    if (running) {
+      wgmma_wait<1>();
+      release_last();
+    }
     running = true, last = turn.stage;
     turn.next();
   };
   auto finish = [&] {
     wgmma_wait<0>();
-    release_last();
+    if (running) release_last();
     running = false;
   };
   // With the next buffers c = a b^T of so many slices.
@@ -351,16 +353,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         });
         if constexpr (SPLIT) {
           if (kOut && i == 0) continue;
-          wgmma_wait<0>();
           if constexpr (kOut) {
+            wgmma_wait<0>();
             add_scaled(sum[n][0], part, 0, shared.of_columns[ring][last][group - ring]);
+            release_last();  // its factors have been read
+            running = false;
           } else {
+            finish();
             const int row = fragment_row<1>(0, 0) - group * kRows;
             const float undo[2] = {shared.undo[pair % 2][tile][row],
                                    shared.undo[pair % 2][tile][row + 8]};
             add_rows(sum[n][0], part, 0, undo);
           }
-          finish();
         }
       }
     }
@@ -494,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const float2 of_times = numbers(pair, kOfTimes, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[0][n][e] *= (kOfDs ? dp[0][n][e] : 1.0f) * finite(element(of_times, e));
+          s[0][n][e] = s[0][n][e] * (kOfDs ? dp[0][n][e] : 1.0f) * finite(element(of_times, e));
       }
     } else {
       scores.transform(s);

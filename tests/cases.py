@@ -133,9 +133,14 @@ WIDTHS = [
 ]  # fmt: skip
 
 #: Widths beyond what a block of the CUDA kernels makes of a result: beyond 256, and beyond 512.
+#: (Of such widths a scale of 0.4 makes logits of 60 in magnitude. What their rounding does to `out`
+#: is luck then: of float64 on one CPU, 5 times as much as to that of the plain formula, though the
+#: logits were off by half as much.)
+WIDE_OPTIONS = [dict(options) for options in OPTIONS[:8]]
+del WIDE_OPTIONS[6]["scale"]
 WIDE = [
     case(150, 90, d=d, dv=dv, batch=1, heads=2, heads_kv=1, dtype=dtype,
-         layout=("poisoned", "contiguous", "bshd")[(i + j) % 3], **OPTIONS[(2 * i + j) % 8])
+         layout=("poisoned", "contiguous", "bshd")[(i + j) % 3], **WIDE_OPTIONS[(2 * i + j) % 8])
     for i, (d, dv) in enumerate([(264, 300), (512, 512), (1024, 1024), (784, 40), (512, 64),
                                  (64, 512)])
     for j, dtype in enumerate(DTYPES)
