@@ -19,7 +19,7 @@
 // so that the factors of one pair are made while products of the one before run.
 //
 //   thread        waits for          then
-//   copying       empty              copies, which complete own_full, full
+//   copying (2-3) empty              copies, which complete own_full, full
 //   computing     own_full, full     products; a lane of each warp arrives at empty
 //   named barriers: 1, what warpgroups tell each other is there; 2, the factors are
 //
@@ -39,7 +39,7 @@
 
 constexpr int kRows = 64, kPair = 2 * kRows, kComputing = 256, kThreads = kComputing + 128;
 constexpr bool kOut = PASS == 0, kOfKeys = PASS == 1 || PASS == 2, kOfDs = PASS >= 2;
-constexpr bool kAhead = !SPLIT;
+constexpr bool kAhead = !SPLIT;  // S(i + 1) comes before R(i)
 // 168 each to begin with.
 constexpr int kCopyingRegisters = SPLIT == 2 ? 24 : 40,
               kComputingRegisters = SPLIT == 2 ? 240 : 232;
@@ -113,10 +113,11 @@ struct Shared {
   TheSlice::Storage own[WHOLE ? kHead + kValue : STAGES], theirs[kRings][STAGES][kTiles];
   Factors::Storage factors[2][2][kParts];  // of two pairs, by turns; of two tiles
   float2 twins[kOut || SPLIT ? kComputing : 1];
-  __align__(16) float numbers[2][2][kNumbers ? kNumbers : 1][kNumbers ? kRows : 1];  // likewise
-  __align__(
-      16) float of_columns[kRings][SPLIT && kOut ? STAGES : 1][kTiles][64];  // with a slice of V
+  // Of two pairs and two tiles too.
+  __align__(16) float numbers[2][2][kNumbers ? kNumbers : 1][kNumbers ? kRows : 1];
   float undo[2][2][SPLIT && !kOut ? kRows : 1];  // factors of rows of factors
+  // Factors of the columns of a slice of V.
+  __align__(16) float of_columns[kRings][SPLIT && kOut ? STAGES : 1][kTiles][64];
   Work work;
   unsigned long long own_full, full[kRings][STAGES], empty[kRings][STAGES];
 };
@@ -383,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return of_own(kOfKeys ? p.k_factors : p.q_factors, r) *
            (kOut ? 1.0f : static_cast<float>(p.scale));
   };
-  float total[2] = {}, missed[2] = {};  // sums of P, with SPLIT, and what rounding took from them
+  // Of pass 3 with SPLIT: sums of P, and what rounding took from them.
+  float total[2] = {}, missed[2] = {};
 
   // Of columns 8 n .., which are streamed rows, number `which` of this thread's two.
   auto numbers = [&](unsigned pair, int which, int n) {
@@ -428,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2 && PASS == 3; ++r) {
       const float both = total[r] + more[r];
       missed[r] = more[r] - (both - total[r]);
       total[r] = both;
@@ -525,9 +527,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       float undo[2];
       powers_for(made[0], power, undo);
       const int row = fragment_row<1>(0, 0) - group * kRows;
-      if (fragment_column() == 0)
-        shared.undo[pair % 2][group][row] = undo[0],
-                           shared.undo[pair % 2][group][row + 8] = undo[1];
+      if (fragment_column() == 0) {
+        shared.undo[pair % 2][group][row] = undo[0];
+        shared.undo[pair % 2][group][row + 8] = undo[1];
+      }
     }
     if constexpr (SPLIT) {
 #pragma unroll
