@@ -135,8 +135,8 @@ BACKWARD_HOPPER: dict[int, OnHopper] = {
     256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
 }
 # Wider than that, forward / backward, full, S = 4096: bfloat16, 16 heads of 512 or 8 of 1,024,
-# 640 / 330 and 305 / 185 (wide_sm80.cu 195 / 87 and 130 / 70); float32, a quarter as many, 177 / 120
-# and 130 / 73 (CUDA cores 34 / 24 and 20 / 16), TF32 at 512 328.
+# 640 / 330 and 305 / 185 (wide_sm80.cu 195 / 87 and 130 / 70); float32, a quarter of them,
+# 177 / 120 and 130 / 73 (CUDA cores 34 / 24 and 20 / 16), TF32 at 512 328.
 WIDE_HOPPER = WideHopper()
 # float32, as forward.
 BACKWARD_HOPPER_32: dict[int, OnHopper] = {
