@@ -233,10 +233,13 @@ def _row(cells: list[str]) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Speed against length: a panel for each dtype, width and direction."""
+    """Speed against length, or where all are of one length, width; panels for all that differs."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     timed = [r for r in report.results if r.seconds]
-    panels = list(dict.fromkeys((r.case.dtype, r.case.d) for r in timed))
+    over, fixed, label = "sk", "d", "length"
+    if len({r.case.sk for r in timed}) == 1 < len({r.case.d for r in timed}):
+        over, fixed, label = "d", "sk", "width"
+    panels = list(dict.fromkeys((r.case.dtype, getattr(r.case, fixed)) for r in timed))
     names = list(dict.fromkeys(r.contender for r in timed))
     size = (11, 1 + 3 * len(panels))
     figure, axes = pyplot.subplots(len(panels), 2, figsize=size, squeeze=False)
@@ -245,34 +248,34 @@ def plot(report: Report, path: Path) -> None:
             here = [
                 r
                 for r in timed
-                if (r.case.dtype, r.case.d, r.case.direction) == (*panel, direction)
+                if (r.case.dtype, getattr(r.case, fixed), r.case.direction) == (*panel, direction)
             ]
-            _panel(report, axis, here, names)
-            axis.set_title(f"{panel[0]}, d = {panel[1]}, {direction}")
+            _panel(report, axis, here, names, over)
+            axis.set_title(f"{panel[0]}, {'S' if over == 'd' else 'd'} = {panel[1]}, {direction}")
     used = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
     figure.legend(used.values(), used.keys(), ncols=4, loc="upper center", fontsize="small")
-    figure.supxlabel(f"length   ({report.header['machine']}, {report.header['date']})")
+    figure.supxlabel(f"{label}   ({report.header['machine']}, {report.header['date']})")
     figure.supylabel(report.unit)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / size[1]))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _panel(report: Report, axis: Any, results: list[Result], names: list[str]) -> None:
+def _panel(report: Report, axis: Any, results: list[Result], names: list[str], over: str) -> None:
     for i, name in enumerate(names):
         for causal, style in ((False, "-"), (True, "--")):
             mine = [r for r in results if r.contender == name and r.case.causal == causal]
             # Where cases differ in batch alone, the one with more work is drawn.
-            mine.sort(key=lambda r: (r.case.sk, r.case.problem("cpu").flops()))
-            points = {r.case.sk: report.rate(r) for r in mine}
+            mine.sort(key=lambda r: (getattr(r.case, over), r.case.problem("cpu").flops()))
+            points = {getattr(r.case, over): report.rate(r) for r in mine}
             if points:
                 label = name + (", causal" if causal else "")
                 axis.plot(points.keys(), points.values(), f"C{i}o{style}", label=label, ms=4)
     if results:
         ceiling = report.ceilings[results[0].case.dtype] / report.per_second
         axis.axhline(ceiling, color="gray", ls=":", label="matrix product")
-    lengths = sorted({r.case.sk for r in results})
+    ticks = sorted({getattr(r.case, over) for r in results})
     axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths, [str(s) for s in lengths])
+    axis.set_xticks(ticks, [str(x) for x in ticks])
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
