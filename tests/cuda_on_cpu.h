@@ -58,4 +58,3 @@ inline bool __any_sync(unsigned, bool value) {
                     [](bool* warp) { return std::any_of(warp, warp + 32, std::identity{}); });
 }
 inline float __fdividef(float x, float y) { return x / y; }
-
