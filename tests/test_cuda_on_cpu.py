@@ -1,7 +1,7 @@
 """The CUDA kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
 
-`cuda_on_cpu.h` stands for CUDA, `common_on_cpu.cuh` and `hopper_on_cpu.cuh` for the PTX of
-`common.cuh` and `hopper.cuh`; all else is what NVRTC gets.
+`cuda_on_cpu.h` and `.cpp` stand for CUDA, `common_on_cpu.cuh` and `hopper_on_cpu.cuh` for the
+PTX of `common.cuh` and `hopper.cuh`; all else is what NVRTC gets.
 """
 
 from __future__ import annotations
