@@ -2,21 +2,18 @@
 // returns how many copies to shared memory nobody waited for.
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <thread>
-#include <utility>
 #include <vector>
 
 using std::exp, std::log, std::max, std::min, std::tanh;
 
 #define __device__
-#define __global__
+#define __global__ inline  // a kernel that is not launched is not compiled
 #define __shared__
 #define __forceinline__ inline
 #define __grid_constant__
@@ -30,10 +27,11 @@ inline thread_local Dim threadIdx, blockIdx;
 inline Dim blockDim, gridDim;
 inline std::atomic<int> copies_left;        // begun, and not waited for
 alignas(1024) inline char memory[1 << 18];  // shared memory
-inline std::unique_ptr<std::barrier<>> block_barrier, warp_barriers[32];
 
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline void __syncwarp() { warp_barriers[threadIdx.x / 32]->arrive_and_wait(); }
+// In cuda_on_cpu.cpp, compiled once for all kernels.
+void __syncthreads();
+void __syncwarp();
+int launch(int grid, int block, const std::function<void()>& kernel);
 
 // What every lane of this warp passes, seen by all of them while `use` runs.
 template <class T, class Use>
@@ -60,20 +58,3 @@ inline bool __any_sync(unsigned, bool value) {
                     [](bool* warp) { return std::any_of(warp, warp + 32, std::identity{}); });
 }
 inline float __fdividef(float x, float y) { return x / y; }
-
-template <class Kernel, class... Args>
-int launch(Kernel kernel, int grid, int block, const Args&... args) {
-  blockDim.x = block, gridDim.x = grid;
-  for (int b = 0; b < grid; ++b) {
-    block_barrier = std::make_unique<std::barrier<>>(block);
-    for (int w = 0; w < block / 32; ++w) warp_barriers[w] = std::make_unique<std::barrier<>>(32);
-    std::vector<std::thread> threads;
-    for (int t = 0; t < block; ++t)
-      threads.emplace_back([&, t] {
-        threadIdx.x = t, blockIdx.x = b;
-        kernel(args...);
-      });
-    for (auto& thread : threads) thread.join();
-  }
-  return copies_left.exchange(0);
-}

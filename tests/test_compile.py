@@ -32,7 +32,6 @@ SPILLS = {
     "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
     "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92,
 }  # fmt: skip
-HOPPER_KERNELS = [entry for entry in SPILLS if "sm90" in entry]
 
 
 def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
@@ -110,14 +109,26 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
     ]
 
 
-def report(variant: cuda_variants.Variant, arch: str) -> tuple[int, int, list[str], str]:
-    """Registers, spilled bytes, serialisation warnings of ptxas, and what Hopper is to run."""
-    code, log = _compile.cubin(variant.file, variant.macros, arch)
-    (part,) = (b for b in log.split("Compiling entry function")[1:] if f"'{variant.entry}'" in b)
+def of_sources(function, variants: list[cuda_variants.Variant]) -> list:
+    """For each variant, the function of its file and macros: several at once, none twice."""
+    sources = list(dict.fromkeys((v.file, v.macros) for v in variants))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip(sources, pool.map(lambda s: function(*s), sources), strict=True))
+    return [results[v.file, v.macros] for v in variants]
+
+
+def compiled(file: str, macros: _compile.Macros, arch: str) -> tuple[str, str]:
+    """The compiler's log, and what Hopper is to run."""
+    code, log = _compile.cubin(file, macros, arch)
+    return log, disassembled(code) if "sm90" in file else ""
+
+
+def report(entry: str, log: str) -> tuple[int, int, list[str]]:
+    """Registers, spilled bytes and serialisation warnings of ptxas."""
+    (part,) = (b for b in log.split("Compiling entry function")[1:] if f"'{entry}'" in b)
     registers = int(re.search(r"Used (\d+) registers", part)[1])
     spilled = int(re.search(r"(\d+) bytes spill stores", part)[1])
-    hopper = variant.entry in HOPPER_KERNELS
-    return registers, spilled, re.findall(r"C75\d\d.*", log), disassembled(code) if hopper else ""
+    return registers, spilled, re.findall(r"C75\d\d.*", log)
 
 
 def disassembled(code: bytes) -> str:
@@ -127,7 +138,7 @@ def disassembled(code: bytes) -> str:
         file.write(code)
         file.flush()
         return subprocess.run(
-            [nvdisasm, file.name], capture_output=True, text=True, check=True
+            [nvdisasm, "--no-dataflow", file.name], capture_output=True, text=True, check=True
         ).stdout
 
 
@@ -136,9 +147,9 @@ def test_every_row_compiles_within_its_budget(arch):
     dtypes = ["float16", "float32", "float64"] + ["bfloat16"] * (arch == "sm_90a")
     variants = [v for dtype in dtypes for v in rows(arch, dtype)]
     assert len(variants) >= 20
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda v: report(v, arch), variants))
-    for variant, (registers, spilled, warnings, assembled) in zip(variants, results, strict=True):
+    results = of_sources(lambda file, macros: compiled(file, macros, arch), variants)
+    for variant, (log, assembled) in zip(variants, results, strict=True):
+        registers, spilled, warnings = report(variant.entry, log)
         assert registers * variant.threads <= 65536, variant
         assert spilled <= SPILLS[variant.entry], variant
         assert not warnings, (variant, warnings)
@@ -165,8 +176,9 @@ def test_other_variants_compile(d, dv, dtype):
     p = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, dv, 1.0, softcap=2.0)
     config = cuda_backend.config_for(p, 90, 227 * KIB)
     forward = cuda_variants.forward_steps(p, config.forward, False)
-    for variant, _ in (*forward, *cuda_variants.backward_steps(p, config.backward, False)):
-        code, _ = _compile.cubin(variant.file, variant.macros, "sm_90a")
+    steps = (*forward, *cuda_variants.backward_steps(p, config.backward, False))
+    variants = [variant for variant, _ in steps]
+    for code, _ in of_sources(lambda *source: _compile.cubin(*source, "sm_90a"), variants):
         assert code.startswith(b"\x7fELF")
 
 

@@ -1,15 +1,18 @@
 """The CUDA kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
 
-`cuda_on_cpu.h` stands for CUDA, `common_on_cpu.cuh` and `hopper_on_cpu.cuh` for the PTX of
-`common.cuh` and `hopper.cuh`; all else is what NVRTC gets.
+`cuda_on_cpu.h` and `.cpp` stand for CUDA, `common_on_cpu.cuh` and `hopper_on_cpu.cuh` for the
+PTX of `common.cuh` and `hopper.cuh`; all else is what NVRTC gets.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,9 +43,14 @@ from cuflash.problem import Problem
 HERE = Path(__file__).parent
 
 
+# With multiplication and addition in one step, as on a GPU.
+FLAGS = ["-O1", "-fexpensive-optimizations", "-ffp-contract=fast", "-march=native"]
+FLAGS += ["-std=c++20", "-w", "-fPIC", "-pthread"]
+
+
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    """A C++20 compiler and a folder with the sources for it, or a skip."""
+    """A function from variants to futures of their kernels; a skip without a C++20 compiler."""
     compiler = shutil.which("g++")
     folder = tmp_path_factory.mktemp("cuda_on_cpu")
     program = folder / "probe.cpp"
@@ -53,30 +61,32 @@ def compiler(tmp_path_factory):
     shutil.copytree(_compile.SOURCES, folder / "src")
     for name in ("common", "hopper"):
         shutil.copy(HERE / f"{name}_on_cpu.cuh", folder / "src" / f"{name}.cuh")
-    return compiler, folder
-
-
-def compiled(compiler, variant):
-    """A function (grid, block, params) that runs the variant's kernel."""
-    compiler, folder = compiler
-    with pytest.MonkeyPatch.context() as patch:
+    # The header, which takes longer to read than most kernels to compile, is read once.
+    for name in ("cuda_on_cpu.h", "cuda_on_cpu.cpp"):
+        shutil.copy(HERE / name, folder)
+        subprocess.run([compiler, *FLAGS, "-c", folder / name], check=True, cwd=folder)
+    with ThreadPoolExecutor(os.cpu_count()) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setattr(_compile, "SOURCES", folder / "src")
-        source = _compile._inlined(variant.file, set())
+        yield functools.cache(lambda variant: pool.submit(compiled, compiler, folder, variant))
+
+
+def compiled(compiler, folder, variant):
+    """A function (grid, block, params) that runs the variant's kernel."""
+    source = _compile._inlined(variant.file, set())
     source = re.sub(r"extern __shared__ __align__\(\d+\) char memory\[\];", "", source)
     program = folder / f"{abs(hash(variant))}.cpp"
     maps = ("const TensorMaps* maps", "*maps") if "sm90" in variant.entry else ()
     parameters = ", ".join(("int grid, int block, const Params* params", *maps[:1]))
-    arguments = ", ".join((variant.entry, "grid, block, *params", *maps[1:]))
+    arguments = ", ".join(("*params", *maps[1:]))
     program.write_text(
-        f'#include "{HERE / "cuda_on_cpu.h"}"\n{source}\n'
-        f'extern "C" int run({parameters}) {{ return launch({arguments}); }}\n'
+        f'#include "cuda_on_cpu.h"\n{source}\n'
+        f'extern "C" int run({parameters}) {{\n'
+        f"  return launch(grid, block, [&] {{ {variant.entry}({arguments}); }});\n}}\n"
     )
     library = program.with_suffix(".so")
-    # With multiplication and addition in one step, as on a GPU.
-    flags = ["-O1", "-fexpensive-optimizations", "-ffp-contract=fast", "-march=native"]
-    flags += ["-std=c++20", "-w", "-fPIC", "-shared", "-pthread"]
     macros = [f"-D{name}={value}" for name, value in variant.macros]
-    subprocess.run([compiler, *flags, *macros, program, "-o", library], check=True)
+    command = [compiler, *FLAGS, *macros, "-shared", program, folder / "cuda_on_cpu.o"]
+    subprocess.run([*command, "-o", library], check=True)
     return ctypes.CDLL(str(library)).run
 
 
@@ -96,10 +106,10 @@ def on_cpu(compiler, monkeypatch):
     """cuda_backend with its launches going to the CPU, for NumPy arrays."""
 
     def kernel(device, variant):
-        run = compiled(compiler, variant)
+        run = compiler(variant)
 
         def launch(grid, block, args, shared_mem):
-            left = run(grid[0], block[0], *args)
+            left = run.result()(grid[0], block[0], *args)
             assert left == 0, f"{variant.entry} does not wait for {left} copies"
 
         return SimpleNamespace(kernel=launch)
