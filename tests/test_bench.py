@@ -61,6 +61,24 @@ def test_command_end_to_end(tmp_path):
     assert shown.stdout == done.stdout
 
 
+@pytest.mark.parametrize("over", ["length", "width"])
+def test_the_picture_is_over_what_the_cases_differ_in(over, bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench.report import Report, plot
+
+    sizes = [(n, 8) for n in (16, 32)] if over == "length" else [(16, n) for n in (8, 24)]
+    names = [
+        f"float32-b1-h1-s{s}-d{d}-full-{way}" for s, d in sizes for way in ("forward", "backward")
+    ]
+    results = [bench.Result(case, "one", seconds=[1.0]) for case in _cases(*names)]
+    header = {"machine": "M", "date": "D"}
+    picture = tmp_path / "picture.svg"
+    plot(Report(header, "FLOP/s", 1.0, {"float32": 9.0}, results), picture)
+    text = picture.read_text()
+    assert f"<!-- {over} " in text
+    assert f"<!-- float32, {'d = 8' if over == 'length' else 'S = 16'}, backward -->" in text
+
+
 def test_precision_end_to_end(tmp_path):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
