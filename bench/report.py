@@ -232,13 +232,16 @@ def _row(cells: list[str]) -> str:
 # --- The picture. ---
 
 
+_WORDS = {"sk": "length", "d": "width"}
+_SYMBOLS = {"sk": "S", "d": "d"}
+
+
 def plot(report: Report, path: Path) -> None:
     """Speed against length, or where all are of one length, width; panels for all that differs."""
     pyplot = importlib.import_module("matplotlib.pyplot")
     timed = [r for r in report.results if r.seconds]
-    over, fixed, label = "sk", "d", "length"
-    if len({r.case.sk for r in timed}) == 1 < len({r.case.d for r in timed}):
-        over, fixed, label = "d", "sk", "width"
+    lengths, widths = ({getattr(r.case, axis) for r in timed} for axis in ("sk", "d"))
+    over, fixed = ("d", "sk") if len(lengths) == 1 < len(widths) else ("sk", "d")
     panels = list(dict.fromkeys((r.case.dtype, getattr(r.case, fixed)) for r in timed))
     names = list(dict.fromkeys(r.contender for r in timed))
     size = (11, 1 + 3 * len(panels))
@@ -251,10 +254,10 @@ def plot(report: Report, path: Path) -> None:
                 if (r.case.dtype, getattr(r.case, fixed), r.case.direction) == (*panel, direction)
             ]
             _panel(report, axis, here, names, over)
-            axis.set_title(f"{panel[0]}, {'S' if over == 'd' else 'd'} = {panel[1]}, {direction}")
+            axis.set_title(f"{panel[0]}, {_SYMBOLS[fixed]} = {panel[1]}, {direction}")
     used = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
     figure.legend(used.values(), used.keys(), ncols=4, loc="upper center", fontsize="small")
-    figure.supxlabel(f"{label}   ({report.header['machine']}, {report.header['date']})")
+    figure.supxlabel(f"{_WORDS[over]}   ({report.header['machine']}, {report.header['date']})")
     figure.supylabel(report.unit)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.6 / size[1]))
     figure.savefig(path, dpi=120)

@@ -53,56 +53,35 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
         cuda_variants.forward_variant(problem(width), tiles, True)
         for width, tiles in with_widths(forward_table)
     ]
-    if arch == "sm_90a" and dtype in cuda_variants.ELEMENTS:
-        forward += [
-            cuda_variants.forward_variant(problem(width), tiles, vector)
-            for table in (cuda_tiles.FORWARD_HOPPER, cuda_tiles.FORWARD_HOPPER_SHORT)
-            for width, tiles in table.items()
-            for vector in (True, False)
-        ]
-    wide = [
-        (width, cuda_tiles.WIDE_HOPPER._replace(parts=parts))
-        for parts in ((0,) if dtype in cuda_variants.ELEMENTS else (2, 1))
-        for width in (320, 512, 1024)
-        if arch == "sm_90a" and dtype != "float64"
-    ]
-    forward += [
-        cuda_variants.forward_variant(problem(width), tiles, vector)
-        for width, tiles in wide
-        for vector in (True, False)
-    ]
-    if arch == "sm_90a" and dtype == "float32":
-        forward += [
-            variant
-            for table in (cuda_tiles.FORWARD_HOPPER_32, cuda_tiles.FORWARD_HOPPER_TF32)
-            for width, tiles in table.items()
-            for vector in (True, False)
-            for variant, _ in cuda_variants.forward_steps(problem(width), tiles, vector)
-        ]
 
     def steps(problem, tiles, vector):
         variants = [v for v, _ in cuda_variants.backward_steps(problem, tiles, vector)]
         return [v for v in variants if v.entry != "row_delta"]
 
     backward = [steps(problem(width), tiles, True) for width, tiles in with_widths(backward_table)]
-    if arch == "sm_90a" and dtype in cuda_variants.ELEMENTS:
-        backward += [
-            steps(problem(width, softcap), tiles, vector)
-            for width, tiles in cuda_tiles.BACKWARD_HOPPER.items()
-            for softcap, vector in ((None, True), (2.0, False))
+    if arch == "sm_90a" and dtype != "float64":
+        if dtype == "float32":
+            forwards = cuda_tiles.FORWARD_HOPPER_32, cuda_tiles.FORWARD_HOPPER_TF32
+            backwards, all_parts, softcap = cuda_tiles.BACKWARD_HOPPER_32, (2, 1), None
+        else:
+            forwards = cuda_tiles.FORWARD_HOPPER, cuda_tiles.FORWARD_HOPPER_SHORT
+            backwards, all_parts, softcap = cuda_tiles.BACKWARD_HOPPER, (0,), 2.0
+        wide = [
+            [(width, cuda_tiles.WIDE_HOPPER._replace(parts=parts)) for width in (320, 512, 1024)]
+            for parts in all_parts
         ]
-    if arch == "sm_90a" and dtype == "float32":
-        backward += [
-            steps(problem(width), tiles, vector)
-            for width, tiles in cuda_tiles.BACKWARD_HOPPER_32.items()
+        forward += [
+            variant
+            for rows in (*(table.items() for table in forwards), *wide)
+            for width, tiles in rows
             for vector in (True, False)
+            for variant, _ in cuda_variants.forward_steps(problem(width), tiles, vector)
         ]
-    backward += [
-        steps(problem(width, None if tiles.parts else softcap), tiles, vector)
-        for width, tiles in wide
-        if tiles.parts != 1
-        for softcap, vector in ((None, True), (2.0, False))
-    ]
+        backward += [
+            steps(problem(width, cap), tiles, vector)
+            for width, tiles in (*backwards.items(), *wide[0])
+            for cap, vector in ((None, True), (softcap, False))
+        ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [
         v for steps in backward if max(v.shared_bytes for v in steps) <= limit for v in steps

@@ -180,8 +180,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def forward(backend, tiles, q, k, v, scale=None, causal=False, window=None, softcap=None):
-    problem, q, k, v = api.canonical(q, k, v, scale, causal, window, softcap)
+def canonical(q, k, v, scale=None, causal=False, window=None, softcap=None):
+    """The problem, and arrays of four axes."""
+    return api.canonical(q, k, v, scale, causal, window, softcap)
+
+
+def forward(backend, tiles, *qkv, **options):
+    problem, q, k, v = canonical(*qkv, **options)
     config = Config(tiles, tiles)
     out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
     lse = np.full(q.shape[:-1], np.nan, problem.compute)
@@ -224,8 +229,7 @@ MMA_CASES = [
 @pytest.mark.parametrize(("case", "tiles", "backward_tiles"), MMA_CASES, ids=str)
 def test_float64_on_tensor_cores(case, tiles, backward_tiles, on_cpu):
     run = Run(case, np)
-    options = {"scale": None, "causal": False, "window": None, "softcap": None, **run.options}
-    problem, _, out, lse = forward(on_cpu, tiles, run.q, run.k, run.v, *options.values())
+    problem, _, out, lse = forward(on_cpu, tiles, run.q, run.k, run.v, **run.options)
     run.check_forward(out, lse)
     run.check_backward(backward(on_cpu, problem, backward_tiles, run, out, lse))
 
@@ -295,8 +299,8 @@ HOPPER_CASES = [
 def hopper(on_cpu):
     """The forward of a Hopper GPU."""
 
-    def forward(tiles, q, k, v, scale=None, causal=False, window=None, softcap=None):
-        problem, q, k, v = api.canonical(q, k, v, scale, causal, window, softcap)
+    def forward(tiles, *qkv, **options):
+        problem, q, k, v = canonical(*qkv, **options)
         out = np.full((*q.shape[:-1], problem.dv), np.nan, q.dtype)
         lse = np.full(q.shape[:-1], np.nan, problem.compute)
         counter = np.zeros(1, np.int32)
@@ -424,8 +428,7 @@ def test_wide_heads_on_hopper(case, tiles, hopper, on_cpu):
     run = Run(case, np)
     out, lse = hopper(tiles, run.q, run.k, run.v, **run.options)
     run.check_forward(out, lse)
-    options = {"scale": None, "causal": False, "window": None, "softcap": None, **run.options}
-    problem, *_ = api.canonical(run.q, run.k, run.v, *options.values())
+    problem, *_ = canonical(run.q, run.k, run.v, **run.options)
     run.check_backward(backward(on_cpu, problem, tiles, run, out, lse))
 
 
@@ -472,8 +475,7 @@ def test_hopper_backward(case, tiles, on_cpu):
 
 def float32_gradients(backend, tiles, dout, q, k, v, forward=None, **options):
     """By the two passes for float32; `forward`: out and lse, else those of the reference."""
-    options = {"scale": None, "causal": False, "window": None, "softcap": None, **options}
-    problem, *_ = api.canonical(q, k, v, **options)
+    problem, *_ = canonical(q, k, v, **options)
     out, lse = forward or attention_reference(q, k, v, return_lse=True, **options)
     run = SimpleNamespace(q=q, k=k, v=v, dout=dout, dlse=np.zeros(q.shape[:-1], "f4"))
     return backward(backend, problem, tiles, run, out.astype("f4"), lse.astype("f4"))
