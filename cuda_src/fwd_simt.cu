@@ -165,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_simt(const Params 
         fetch_values(turn ^ 1, k0, n + 1);
       else if (k0 + STREAMED < last.hi)
         fetch_keys(turn ^ 1, k0 + STREAMED, 0);
-      if constexpr (sizeof(Real) == sizeof(float)) {
+      if constexpr (sizeof(Real) == sizeof(float) || (MMA && kValue == 1)) {
         // P V of these keys, then the sum: as one sum over 65,536 keys it was off by up to 14 times
-        // as much as a product of matrices. In double there are no registers for that.
+        // as much as a product of matrices. In wider doubles there are no registers for that.
         Out part;
         clear(part);
         accumulate(part, shared, s, shared.theirs[turn].straight);

@@ -145,6 +145,17 @@ DEVICE float2 load_shared8(unsigned address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
 }
+DEVICE double load_shared_double(unsigned address) {
+  double x;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE void load_shared16(double (&x)[2], unsigned address) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];"
+               : "=d"(x[0]), "=d"(x[1])
+               : "r"(address)
+               : "memory");
+}
 DEVICE float load_4(const float* from) {
   float x;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
@@ -167,6 +178,7 @@ DEVICE void registers_lower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+#ifdef ELEMENT
 // --- matrix products of a warpgroup: c (64 x N, float) = a (64 x 16) b (16 x N) [+ c]
 
 // Operands in shared memory lie as tensor copies with 128-byte swizzle put them: slabs of 64
@@ -271,3 +283,4 @@ WGMMA(208, 104, 105, 106, 107, 108, 109, 110)
 WGMMA(224, 112, 113, 114, 115, 116, 117, 118)
 WGMMA(240, 120, 121, 122, 123, 124, 125, 126)
 WGMMA(256, 128, 129, 130, 131, 132, 133, 134)
+#endif

@@ -1,7 +1,7 @@
 // Tiles as tensor copies write them and wgmma reads them, rings of them, and what becomes of
 // accumulators. Tile is a multiple of 64 columns wide; fragments are those of a warpgroup, 64 rows.
 #pragma once
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "tile.cuh"
 
 DEVICE constexpr int slabs(int width) { return (width + 63) / 64; }
@@ -143,17 +143,6 @@ DEVICE void store_row(const Slice& to, const float (&c)[kN][4], int r, float fac
       store_group<kVector>(to, row, column, width,
                            make_uint4(words[0], words[1], words[2], words[3]));
   }
-}
-
-// A warp is done with a buffer, or has filled it. `loaded`: lanes have read it themselves, and may
-// not have what they read yet. Without the fence the arrival overtakes their loads, and so did
-// copies: the last factors loaded were those of the next block.
-DEVICE void release(unsigned barrier, bool loaded = false) {
-  if (loaded) {
-    fence_async();
-    __syncwarp();
-  }
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
 // --- tiles of queries that stream past a block of a backward kernel

@@ -18,11 +18,13 @@ from .cuda_tiles import (
     BACKWARD_HOPPER_32,
     FORWARD_HOPPER,
     FORWARD_HOPPER_32,
+    FORWARD_HOPPER_64,
     FORWARD_HOPPER_SHORT,
     FORWARD_HOPPER_TF32,
     WIDE_HOPPER,
     ForwardOnHopper,
     HopperBackward,
+    HopperDouble,
     HopperTiles,
     OnHopper,
     Portable,
@@ -87,8 +89,12 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         row = next(w for w in forward if w >= width)
         return Config(forward[row], BACKWARD_HOPPER_32[row])
     forward_table, backward_table = tables(problem.dtype, capability)
+    if capability == 90 and problem.dtype == "float64" and 64 < width <= max(FORWARD_HOPPER_64):
+        forward = next(tiles for w, tiles in FORWARD_HOPPER_64.items() if w >= width)
+    else:
+        forward = first(forward_table, forward_steps, forward_limit)
     return Config(
-        first(forward_table, forward_steps, forward_limit),
+        forward,
         first(backward_table, backward_steps, shared_limit),
     )
 
@@ -162,7 +168,7 @@ def _forward_hopper(problem: Problem, tiles: ForwardOnHopper, q, k, v, out, lse)
     if _nothing_seen(problem, out, lse):
         return
     pointers, layout = _described([q, k, v, out])
-    if not _fit_for_tensor_maps(layout[0][:3], layout[1]):
+    if not _fit_for_tensor_maps(problem.itemsize, layout[0][:3], layout[1]):
         q, k, v = _aligned_copy(q), _aligned_copy(k), _aligned_copy(v)
         pointers, layout = _described([q, k, v, out])
     plan = _forward_plan(q.data.device_id, problem, tiles, *layout)
@@ -221,9 +227,11 @@ def _uniform(problem: Problem) -> bool:
 
 
 @functools.lru_cache(4096)
-def _fit_for_tensor_maps(strides: tuple, aligned: bool) -> bool:
+def _fit_for_tensor_maps(itemsize: int, strides: tuple, aligned: bool) -> bool:
     """Whether tensor maps of arrays with these strides are possible."""
-    return aligned and _rows_of_groups(2, strides) and all(min(array) >= 0 for array in strides)
+    return (
+        aligned and _rows_of_groups(itemsize, strides) and all(min(array) >= 0 for array in strides)
+    )
 
 
 def _aligned_copy(x: Any) -> Any:
@@ -246,7 +254,7 @@ def _tensor_maps(
 ) -> tuple[Any, int]:
     """The CUtensorMap of q, k, v, of out or dout, dk and dv, in a row, as kernels take them.
 
-    Memory, and where in it they begin. Boxes are 64 columns wide, of 128 bytes, swizzled, and of so
+    Memory, and where in it they begin. Boxes are 128 bytes wide, swizzled, and of so
     many rows; what lies outside of an array is 0. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
     encode = _driver().cuTensorMapEncodeTiled
@@ -254,17 +262,18 @@ def _tensor_maps(
     start = rounded_up(ctypes.addressof(memory), 64)  # as the driver wants it
     of_q, of_k, of_v = (p.d, p.sq, p.heads), (p.d, p.sk, p.heads_kv), (p.dv, p.sk, p.heads_kv)
     sizes = of_q, of_k, of_v, (p.dv, p.sq, p.heads), of_k, of_v
-    float16, bfloat16, interleave_none, swizzle_128, promote_l2_128, fill_zeros = 6, 9, 0, 3, 2, 0
+    element = {"float16": 6, "float64": 8, "bfloat16": 9}[p.dtype]
+    interleave_none, swizzle_128, promote_l2_128, fill_zeros = 0, 3, 2, 0
     for i, box in enumerate(rows):
         batch_stride, head_stride, row_stride, _ = strides[i]
         error = encode(
             ctypes.c_void_p(start + 128 * i),
-            float16 if p.dtype == "float16" else bfloat16,
+            element,
             4,
             ctypes.c_void_p(pointers[i]),
             (ctypes.c_uint64 * 4)(*sizes[i], p.batch),
             (ctypes.c_uint64 * 3)(row_stride, head_stride, batch_stride),
-            (ctypes.c_uint32 * 4)(64, box, 1, 1),
+            (ctypes.c_uint32 * 4)(128 // p.itemsize, box, 1, 1),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             interleave_none,
             swizzle_128,
@@ -297,7 +306,7 @@ def backward(
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     inputs = [q, k, v, dout]
     on_16_bits = isinstance(tiles, OnHopper) and problem.dtype in ELEMENTS
-    if on_16_bits and not _fit_for_tensor_maps(*_described(inputs)[1]):
+    if on_16_bits and not _fit_for_tensor_maps(2, *_described(inputs)[1]):
         q, k, v, dout = [_aligned_copy(x) for x in inputs]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
@@ -361,7 +370,10 @@ def _forward_plan(
     if isinstance(tiles, ForwardOnHopper):
         of_kv = 64 if isinstance(tiles, WideHopper) else tiles.streamed
         boxes = tiles.resident, of_kv, of_kv, 64
-        if tiles.parts:
+        if isinstance(tiles, HopperDouble):
+            boxes = tiles.resident, tiles.streamed, tiles.part
+            encoders = [_encoder(problem, boxes, strides)]
+        elif tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes[:3])]
         else:
             vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
@@ -408,8 +420,11 @@ def _section(p: Problem) -> int:
     """Heads that a Hopper launch works on at a time.
 
     One after the other where all tiles are alike, so that its keys and values are read from the L2
-    cache; else the longest tiles of as many heads as have theirs in 32 MB of it, first.
+    cache; else the longest tiles of as many heads as have theirs in 32 MB of it, first, and in float64
+    of all: products take longer there than what they read.
     """
+    if p.dtype == "float64":
+        return p.batch * p.heads
     if _uniform(p):
         return 1
     heads_kv = 32e6 // max(1, p.sk * (p.d + p.dv) * p.itemsize)

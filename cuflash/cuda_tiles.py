@@ -81,10 +81,26 @@ class HopperTwoPass(NamedTuple):
     queries: int = 128  # of the pass for dQ, 64 a computing warpgroup
 
 
+class HopperDouble(NamedTuple):
+    """float64: 16 queries stay with each warp, or with each `across` warps."""
+
+    streamed: int  # keys of which scores are made at a time
+    part: int  # keys of which P V is made at a time
+    boxes: int  # times 16 columns of P V are made at a time, by a warp
+    slot: int  # bytes of a buffer of the ring
+    across: int = 1  # warps that share queries; each has so much of the output's columns
+    warps: int = 8
+    parts: int = 0  # none: as in HopperTiles
+
+    @property
+    def resident(self) -> int:
+        return 16 * self.warps // self.across
+
+
 OnHopper = HopperBackward | HopperTwoPass | WideHopper
 SplitTiles = HopperTiles | HopperTwoPass | WideHopper
 Portable = Tiles | WideTiles
-ForwardOnHopper = HopperTiles | WideHopper
+ForwardOnHopper = HopperTiles | WideHopper | HopperDouble
 Table = Mapping[int, Sequence[Portable]]
 
 
@@ -127,6 +143,12 @@ FORWARD_HOPPER_TF32 = {
     128: HopperTiles(128, 80, parts=1),  # 393 / 305
     192: HopperTiles(128, 64, parts=1),  # 370 / 238
     256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
+}
+# float64.
+FORWARD_HOPPER_64 = {
+    128: HopperDouble(32, 32, 2, 16384),
+    256: HopperDouble(64, 32, 2, 16384, across=2),
+    512: HopperDouble(64, 32, 1, 16384, across=4),
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392

@@ -15,6 +15,7 @@ from . import _compile
 from .cuda_tiles import (
     ForwardOnHopper,
     HopperBackward,
+    HopperDouble,
     HopperTiles,
     HopperTwoPass,
     OnHopper,
@@ -60,7 +61,7 @@ def forward_steps(
     """What a forward pass launches: kernels, and of how many blocks."""
     variant = forward_variant(problem, tiles, vector)
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
-    if not isinstance(tiles, HopperTiles):
+    if not isinstance(tiles, HopperTiles | HopperDouble):
         blocks *= _chunks(problem.dv, tiles)[1]
     if isinstance(tiles, SplitTiles) and tiles.parts:
         return [split_step(problem, tiles, True, vector), (variant, blocks)]
@@ -70,6 +71,8 @@ def forward_steps(
 def forward_variant(problem: Problem, tiles: Portable | ForwardOnHopper, vector: bool) -> Variant:
     if isinstance(tiles, HopperTiles):
         return _hopper_variant(problem, tiles, vector)
+    if isinstance(tiles, HopperDouble):
+        return _fp64_variant(problem, tiles)
     if isinstance(tiles, WideTiles):
         return _wide_variant(problem, tiles, vector, 0)
     if isinstance(tiles, WideHopper):
@@ -339,6 +342,33 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
     }
     warps = 4 * groups + 4
     return _16_bit_variant("fwd_sm90", "fwd_sm90", problem, warps, vector, macros, shared[q_stages])
+
+
+def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
+    slot = tiles.slot
+    columns = slot // (8 * min(tiles.streamed, tiles.part))  # whole slots
+    d = rounded_up(problem.d, max(columns, 64) if problem.d > 128 else columns)
+    dv = rounded_up(problem.dv, columns)
+    # Q; numbers of rows, exponentials that warps share, the table of powers and barriers.
+    fixed = 8 * tiles.resident * d + 3 * KIB
+    fixed += 8 * tiles.resident * tiles.streamed if tiles.across > 1 else 0
+    stages = min(20, (227 * KIB - fixed) // slot)
+    macros = {
+        "REAL": "double",
+        "HEAD_DIM": d,
+        "VALUE_DIM": dv,
+        "ACROSS": tiles.across,
+        "BLOCK_K": tiles.streamed,
+        "PART_K": tiles.part,
+        "BOXES": tiles.boxes,
+        "SLOT": slot,
+        "STAGES": stages,
+        "LAG": min(3, stages // 2),
+        "TRANSFORM": _transform(problem),
+        "SOFTCAP": int(problem.softcap is not None),
+    }
+    shared = fixed + stages * slot
+    return _variant("fwd_sm90_fp64", "fwd_sm90_fp64", tiles.warps, True, macros, shared)
 
 
 def split_step(p: Problem, tiles: SplitTiles, forward: bool, vector: bool) -> tuple[Variant, int]:

@@ -63,7 +63,7 @@ inline void named_sync(int name, int threads) { named_any(name, threads, false);
 struct alignas(64) TensorMap {
   const char* data;
   long long strides[4];  // bytes: column, row, head, batch
-  int sizes[4], rows;    // rows of a box; it has 64 columns
+  int sizes[4], rows;    // rows of a box, of 128 bytes
   char unused[64];
 };
 static_assert(sizeof(TensorMap) == 128, "the size of a CUtensorMap");
@@ -74,8 +74,9 @@ inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7)
 
 inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int column, int row,
                         int head, int batch) {
+  const int bytes = map.strides[0];
   for (int i = 0; i < map.rows; ++i)
-    for (int j = 0; j < 64; ++j) {
+    for (int j = 0; j < 128 / bytes; ++j) {
       const long long at[] = {column + j, row + i, head, batch};
       bool inside = true;
       const char* from = map.data;
@@ -83,8 +84,8 @@ inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int
         inside &= 0 <= at[axis] && at[axis] < map.sizes[axis];
         from += at[axis] * map.strides[axis];
       }
-      shared<unsigned short>(swizzled(to + i * 128 + j * 2)) =
-          inside ? *reinterpret_cast<const unsigned short*>(from) : 0;
+      char* const here = memory + swizzled(to + i * 128 + j * bytes);
+      inside ? std::memcpy(here, from, bytes) : std::memset(here, 0, bytes);
     }
   change(barrier, 0, -map.rows * 128);
 }
@@ -144,6 +145,10 @@ inline void store_matrices_transposed(unsigned address, const unsigned (&r)[4]) 
 inline void store_shared16(unsigned address, const float (&x)[4]) {
   std::memcpy(memory + address, x, 16);
 }
+inline double load_shared_double(unsigned address) { return shared<double>(address); }
+inline void load_shared16(double (&x)[2], unsigned address) {
+  x[0] = shared<double>(address), x[1] = shared<double>(address + 8);
+}
 inline void load_shared16(float (&x)[4], unsigned address) { std::memcpy(x, memory + address, 16); }
 inline float2 load_shared8(unsigned address) {
   float2 x;
@@ -159,6 +164,7 @@ template <int kRegisters>
 void registers_raise() {}
 template <int kRegisters>
 void registers_lower() {}
+#ifdef ELEMENT
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int kRunning>
@@ -226,3 +232,4 @@ void wgmma(float (&c)[kN][4], const unsigned (&a)[4], unsigned b, bool add = tru
     return 0;
   });
 }
+#endif

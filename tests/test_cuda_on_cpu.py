@@ -31,6 +31,7 @@ from cuflash import (
 from cuflash.cuda_backend import Config
 from cuflash.cuda_tiles import (
     HopperBackward,
+    HopperDouble,
     HopperTiles,
     HopperTwoPass,
     SplitTiles,
@@ -96,7 +97,7 @@ class Driver:
     @staticmethod
     def cuTensorMapEncodeTiled(at, dtype, axes, pointer, sizes, strides, box, *rest):
         words = np.frombuffer((ctypes.c_char * 128).from_address(at.value), np.int64)
-        words[:5] = pointer.value, 2, *strides
+        words[:5] = pointer.value, 8 if dtype == 8 else 2, *strides
         words[5:8].view(np.int32)[:5] = *sizes, box[1]
         return 0
 
@@ -234,6 +235,22 @@ def test_float64_on_tensor_cores(case, tiles, backward_tiles, on_cpu):
     run.check_backward(backward(on_cpu, problem, backward_tiles, run, out, lse))
 
 
+HOPPER_DOUBLE_CASES = [
+    (case(150, 90, d=40, dv=24, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
+          layout="contiguous"), HopperDouble(32, 32, 1, 4096)),
+    (case(70, 200, d=64, dv=64, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
+          causal="top_left"), HopperDouble(64, 64, 1, 16384)),
+    (case(130, 100, d=128, dv=100, batch=1, heads=1, heads_kv=1, dtype="float64", scale=-0.5,
+          layout="contiguous", window=(9, None)), HopperDouble(64, 32, 2, 16384)),
+    (case(90, 70, d=200, dv=24, batch=1, heads=1, heads_kv=1, dtype="float64", softcap=2.0,
+          layout="bshd"), HopperDouble(64, 32, 1, 16384, across=2)),
+    (case(9, 3, d=8, dv=8, batch=2, heads=1, heads_kv=1, dtype="float64", causal=True,
+          layout="contiguous"), HopperDouble(64, 32, 1, 16384, across=2)),
+    (case(50, 150, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64",
+          layout="contiguous", window=(20, 9)), HopperDouble(64, 32, 1, 16384, across=4)),
+]  # fmt: skip
+
+
 def backward(backend, problem, tiles, run, out, lse):
     dq, dk, dv = (np.full(x.shape, np.nan, x.dtype) for x in (run.q, run.k, run.v))
     operands = [run.q, run.k, run.v, out, run.dout, dq, dk, dv]
@@ -317,7 +334,7 @@ def hopper(on_cpu):
     return forward
 
 
-@pytest.mark.parametrize(("case", "tiles"), HOPPER_CASES, ids=str)
+@pytest.mark.parametrize(("case", "tiles"), HOPPER_CASES + HOPPER_DOUBLE_CASES, ids=str)
 def test_hopper(case, tiles, hopper):
     run = Run(case, np)
     run.check_forward(*hopper(tiles, run.q, run.k, run.v, **run.options))

@@ -1,0 +1,308 @@
+// Forward for float64 on Hopper: tensor copies (TMA), and products by mma.sync.
+//
+// Grid: one block per (query tile, head, batch entry), all on x. A warp has 16 queries, all of the
+// scores of a key block if ACROSS is 1, and VALUE_DIM / ACROSS columns of out. Else ACROSS warps
+// share 16 queries: each makes the scores of as large a part of the keys, and exponentials pass
+// through shared memory.
+//
+// Q stays. K and V come in slots of a ring, in the order they are used: of K all keys of a block
+// and a part of its width, of V PART_K keys and a part of the columns of each of ACROSS warps. All
+// warps use all slots, and by turns fill the one that is kAhead slots from there: with a warp that
+// only copies, the others could have 168 registers. No two warps meet but those that share queries:
+// while one takes exponentials others multiply.
+//
+//   barrier        completed by                    waited for
+//   q_full, full   tensor copies                   before products
+//   empty          a lane of each warp             before the next copy
+//
+// P V of PART_K keys begins with 0 and is added to out: as one sum over 4,096 keys it was off by 4
+// times as much as the plain formula (docs/kernels.md).
+// Options: HEAD_DIM, VALUE_DIM (padded to whole slots), ACROSS, BLOCK_K, PART_K, BOXES (times 16
+// columns of P V are made at a time), SLOT (bytes), STAGES (slots), LAG (turns that a warp may be
+// before another), WARPS, TRANSFORM, SOFTCAP. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+#include "exponential.cuh"
+#include "fp64_sm90.cuh"
+#include "work.cuh"
+
+constexpr int kRows = 16 * WARPS / ACROSS;
+constexpr int kKeys = BLOCK_K / ACROSS;  // whose scores a warp makes
+// Of K and of V in a slot, the latter for one warp and for all.
+constexpr int kKeyBoxes = SLOT / (BLOCK_K * kRowBytes);
+constexpr int kOwnBoxes = SLOT / (PART_K * kRowBytes * ACROSS), kSlotBoxes = kOwnBoxes * ACROSS;
+constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
+constexpr int kKeySlots = kHeadBoxes / kKeyBoxes, kValueSlots = kValueBoxes / kSlotBoxes;
+constexpr int kParts = BLOCK_K / PART_K;
+constexpr int kSlots = kKeySlots + kParts * kValueSlots;  // of a key block
+constexpr int kAhead = STAGES - LAG;
+// Scores are summed over so many columns, and these sums added up: with one sum over wider heads a
+// case was off by 2.3 times as much as the plain formula.
+constexpr int kPieceSlots = HEAD_DIM > 128 ? 64 / (kBoxColumns * kKeyBoxes) : kKeySlots;
+static_assert(kOwnBoxes % BOXES == 0, "whole products");
+static_assert(kKeySlots % kPieceSlots == 0, "whole pieces");
+static_assert(kKeySlots * kKeyBoxes == kHeadBoxes && kValueSlots * kSlotBoxes == kValueBoxes,
+              "whole slots");
+
+using Work = QueryWork<kRows, BLOCK_K>;
+
+struct Shared {
+  __align__(1024) char q[kHeadBoxes][kRows * kRowBytes];
+  __align__(1024) char slots[STAGES][SLOT];
+  // Exponentials of each 16 queries, as lanes have them.
+  Pair p[ACROSS > 1 ? kRows / 16 : 1][ACROSS > 1 ? BLOCK_K / 8 : 1][2][32];
+  double rows[ACROSS][kRows];  // what warps that share queries say about them
+  Powers powers;
+  Work work;
+  int kv_head;
+  unsigned long long q_full, full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v;
+};
+
+// Slot `index` of key block i of the work, and the barrier that waits for it.
+DEVICE void copy(const TensorMaps& maps, const Work& work, int kv_head, int i, int index,
+                 unsigned to, unsigned full) {
+  barrier_expect(full, SLOT);
+  const int k0 = (work.k_begin + i) * BLOCK_K;
+  if (index < kKeySlots) {
+#pragma unroll
+    for (int n = 0; n < kKeyBoxes; ++n)
+      tensor_load(to + n * BLOCK_K * kRowBytes, maps.k, full, (index * kKeyBoxes + n) * kBoxColumns,
+                  k0, kv_head, work.batch);
+    return;
+  }
+  const int part = (index - kKeySlots) / kValueSlots;
+  const int box = (index - kKeySlots) % kValueSlots * kOwnBoxes;
+#pragma unroll
+  for (int n = 0; n < kSlotBoxes; ++n)  // those of a warp, then those of the next
+    tensor_load(to + n * PART_K * kRowBytes, maps.v, full,
+                (n / kOwnBoxes * (kValueBoxes / ACROSS) + box + n % kOwnBoxes) * kBoxColumns,
+                k0 + part * PART_K, kv_head, work.batch);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+    fwd_sm90_fp64(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&shared.q_full), 1);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared_address(&shared.full[i]), 1);
+      barrier_init(shared_address(&shared.empty[i]), WARPS);
+    }
+    barrier_init_fence();
+    shared.work = Work(p, blockIdx.x);
+    shared.kv_head = shared.work.head / p.group;
+  }
+  write(shared.powers);
+  __syncthreads();
+  const Work& work = shared.work;  // there, and not in registers
+  const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
+  const int row0 = work.q0 + 16 * rows16;
+  auto row_of = [&](int r) { return row0 + 8 * r + spread(lane_y()); };
+  auto keys_of = [&](int row) { return k_bounds(row, p.sk, p.lo_shift, p.hi_shift); };
+  const unsigned q = shared_address(&shared.q) + 16 * rows16 * kRowBytes + along();
+  const unsigned of_keys = kKeys * share * kRowBytes + along();
+  const unsigned of_values[2] = {down(0), down(1)};
+
+  // What is said to the warps that share queries is seen by them.
+  auto meet = [&] { named_sync(1 + rows16, 32 * ACROSS); };
+  // x of each row becomes `both` of what they have.
+  auto exchange = [&](double (&x)[2], auto both) {
+    if (ACROSS == 1) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (lane_x() == 0) shared.rows[share][16 * rows16 + 8 * r + lane_y()] = x[r];
+    meet();
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = 1; n < ACROSS; ++n)
+        x[r] = both(x[r], shared.rows[(share + n) % ACROSS][16 * rows16 + 8 * r + lane_y()]);
+  };
+
+  const Score score(p);
+  const Exponential exponential(TRANSFORM ? 1 : score.scale, shared.powers);
+  // The largest score in units of the exponent, and the sum of this thread's columns only.
+  double top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
+  Sums<kValueBoxes / ACROSS * 2> o;
+  clear(o);
+  Turn<STAGES> turn;
+  // Slot `index`, or one of the next key blocks, into a buffer, when it is free.
+  auto fill = [&](int i, int index, Turn<STAGES> to) {
+    i += index / kSlots, index %= kSlots;
+    if (threadIdx.x % 32 != 0 || i >= work.blocks) return;
+    barrier_wait(shared_address(&shared.empty[to.stage]), to.round ^ 1);
+    copy(maps, work, shared.kv_head, i, index, shared_address(&shared.slots[to.stage]),
+         shared_address(&shared.full[to.stage]));
+  };
+  if (threadIdx.x == 0 && work.blocks > 0) {
+    const unsigned q_full = shared_address(&shared.q_full);
+    barrier_expect(q_full, sizeof(shared.q));
+    for (int n = 0; n < kHeadBoxes; ++n)
+      tensor_load(shared_address(&shared.q[n]), maps.q, q_full, n * kBoxColumns, work.q0, work.head,
+                  work.batch);
+  }
+  if (warp == 0) {
+#pragma unroll 1
+    for (Turn<STAGES> to; to.stage < kAhead; to.next()) fill(0, to.stage, to);
+  }
+  auto use = [&](int i, int index, auto products) {
+    if (index % WARPS == warp) fill(i, index + kAhead, turn.later(kAhead));
+    __syncwarp();
+    barrier_wait(shared_address(&shared.full[turn.stage]), turn.round);
+    products(shared_address(&shared.slots[turn.stage]));
+    release(shared_address(&shared.empty[turn.stage]), true);
+    turn.next();
+  };
+  if (work.blocks > 0) barrier_wait(shared_address(&shared.q_full), 0);
+#pragma unroll 1
+  for (int i = 0; i < work.blocks; ++i) {
+    const int k0 = (work.k_begin + i) * BLOCK_K;
+    const Bounds first = keys_of(again(row0)), last = keys_of(min(again(row0) + 16, p.sq) - 1);
+    if (k0 >= last.hi || k0 + BLOCK_K <= first.lo) {  // none of these rows sees any of these keys
+#pragma unroll 1
+      for (int n = 0; n < kSlots; ++n) use(i, n, [](unsigned) {});
+      continue;
+    }
+    Sums<kKeys / 8> s;
+    clear(s);
+#pragma unroll 1
+    for (int slot = 0; slot < kKeySlots;) {
+      Sums<kKeys / 8> piece;
+      clear(piece);
+#pragma unroll 1
+      for (int n = 0; n < kPieceSlots; ++n, ++slot)
+        use(i, slot, [&](unsigned keys) {
+#pragma unroll
+          for (int n = 0; n < kKeyBoxes; ++n)
+            multiply_along(piece, q + (slot * kKeyBoxes + n) * (kRows * kRowBytes),
+                           keys + n * (BLOCK_K * kRowBytes) + of_keys);
+        });
+      add(s, piece);
+    }
+    auto key_of = [&](int t, int e) {
+      return k0 + share * kKeys + 8 * t + spread(2 * lane_x() + e);
+    };
+    if (TRANSFORM) {
+#pragma unroll
+      for (int t = 0; t < kKeys / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[t][e] = score(s[t][e]);
+    }
+    if (k0 < last.lo || k0 + BLOCK_K > first.hi) {  // not all of these rows see all of these keys
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Bounds seen = keys_of(row_of(r));
+#pragma unroll
+        for (int t = 0; t < kKeys / 8; ++t)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (key_of(t, e) < seen.lo || key_of(t, e) >= seen.hi) s[t][2 * r + e] = -kInfinity;
+      }
+    }
+
+    double tops[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      tops[r] = s[0][2 * r];
+#pragma unroll
+      for (int t = 0; t < kKeys / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) tops[r] = larger(tops[r], s[t][2 * r + e]);
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2)
+        tops[r] = larger(tops[r], __shfl_xor_sync(~0u, tops[r], lanes));
+    }
+    exchange(tops, larger);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const double before = top[r];
+      top[r] = larger(before, tops[r] * exponential.unit);
+      // A row that has seen nothing: exp(-inf - 0) = 0, where -inf + inf would be NaN.
+      const double base = top[r] == -kInfinity ? 0 : top[r];
+      const double rescale = exponential.of(before - base);
+      double block = 0;
+#pragma unroll
+      for (int t = 0; t < kKeys / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          s[t][2 * r + e] = exponential(s[t][2 * r + e], base);
+          block += s[t][2 * r + e];
+        }
+      sum[r] = sum[r] * rescale + block;
+      if (!__any_sync(~0u, rescale != 1)) continue;  // maxima seldom rise
+#pragma unroll
+      for (int n = 0; n < kValueBoxes / ACROSS * 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) o[n][2 * r + e] *= rescale;
+    }
+
+    if (ACROSS > 1) {
+      auto& all = shared.p[rows16];
+#pragma unroll
+      for (int t = 0; t < kKeys / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          all[share * (kKeys / 8) + t][e][threadIdx.x % 32] = {{s[t][e], s[t][2 + e]}};
+      meet();
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Sums<PART_K / 8> factors;
+#pragma unroll
+      for (int t = 0; t < PART_K / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = part * (PART_K / 8) + t;
+          if constexpr (ACROSS > 1) {
+            const Pair both = shared.p[rows16][at][e][threadIdx.x % 32];
+            factors[t][e] = both.x[0], factors[t][2 + e] = both.x[1];
+          } else {
+            factors[t][e] = s[at][e], factors[t][2 + e] = s[at][2 + e];
+          }
+        }
+#pragma unroll
+      for (int slot = 0; slot < kValueSlots; ++slot)
+        use(i, kKeySlots + part * kValueSlots + slot, [&](unsigned values) {
+#pragma unroll
+          for (int box = 0; box < kOwnBoxes; box += BOXES) {
+            Sums<2 * BOXES> product;
+            clear(product);
+            multiply_down<BOXES>(product, factors,
+                                 values + (share * kOwnBoxes + box) * (PART_K * kRowBytes),
+                                 PART_K * kRowBytes, of_values);
+#pragma unroll
+            for (int n = 0; n < 2 * BOXES; ++n)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) o[2 * (slot * kOwnBoxes + box) + n][e] += product[n][e];
+          }
+        });
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) sum[r] += __shfl_xor_sync(~0u, sum[r], lanes);
+  exchange(sum, [](double x, double y) { return x + y; });
+  const Head<double> out(p.out, work.batch, work.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row_of(r);
+    if (row >= p.sq) continue;
+    const double inverse = sum[r] == 0 ? 0 : 1 / sum[r];
+    if (lane_x() == 0 && share == 0)
+      static_cast<double*>(p.lse)[first_row(p, work.batch, work.head) + row] =
+          sum[r] == 0 ? -kInfinity : top[r] + log(sum[r]);
+#pragma unroll
+    for (int n = 0; n < kValueBoxes / ACROSS * 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column =
+            (share * (kValueBoxes / ACROSS) + n / 2) * kBoxColumns + 4 * lane_x() + 2 * e + n % 2;
+        if (column < p.v_width) out.at(row, column) = o[n][2 * r + e] * inverse;
+      }
+  }
+}
