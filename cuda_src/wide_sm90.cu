@@ -265,6 +265,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   registers_raise<kComputingRegisters>();
 
+  // The first of this thread's two rows of a tile. (Fragments of the second warpgroup begin at 64.)
+  const int local_row = fragment_row<1>(0, 0) - group * kRows;
   const Scores scores(p.scale, p.softcap);
   OnlineSoftmax<1, SPLIT != 0> softmax;
   float sum[kKept][1][SLICE / 8][4];
@@ -361,9 +363,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             running = false;
           } else {
             finish();
-            const int row = fragment_row<1>(0, 0) - group * kRows;
-            const float undo[2] = {shared.undo[pair % 2][tile][row],
-                                   shared.undo[pair % 2][tile][row + 8]};
+            const float undo[2] = {shared.undo[pair % 2][tile][local_row],
+                                   shared.undo[pair % 2][tile][local_row + 8]};
             add_rows(sum[n][0], part, 0, undo);
           }
         }
@@ -374,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Of this thread's own row r: lse and delta of a query, and with SPLIT factors of S and dP.
   // Arrays are filled up for rows that do not exist. (They are loaded where they are used:
   // registers are few.)
-  const int row0 = work.row0 + fragment_row<1>(0, 0) - group * kRows;
+  const int row0 = work.row0 + local_row;
   auto of_own = [&](const void* all, int r) -> float {
     const long long head = kOfKeys ? first_kv_row<kPair>(p, work.batch, work.head)
                                    : first_row(p, work.batch, work.head, kPair);
@@ -395,7 +396,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto hide = [&](Products& c, Place at, float hidden) {
     const int other0 = at.row0 + group * kRows;
     if (other0 >= work.last.lo && other0 + kRows <= work.first.hi) return;
-    // (Fragments of the second warpgroup count rows from 64 on.)
     apply_mask(c, AllColumns<1>(), work.row0 - group * kRows, other0, hidden, [&](int row) {
       if (kOfKeys && row >= work.rows) return Bounds{0, 0};
       return k_bounds(row, work.others, work.lo_shift, work.hi_shift);
@@ -526,10 +526,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else if constexpr (SPLIT) {
       float undo[2];
       powers_for(made[0], power, undo);
-      const int row = fragment_row<1>(0, 0) - group * kRows;
       if (fragment_column() == 0) {
-        shared.undo[pair % 2][group][row] = undo[0];
-        shared.undo[pair % 2][group][row + 8] = undo[1];
+        shared.undo[pair % 2][group][local_row] = undo[0];
+        shared.undo[pair % 2][group][local_row + 8] = undo[1];
       }
     }
     if constexpr (SPLIT) {
