@@ -229,9 +229,6 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   if (kAhead && pair > 0) put_products(before);
 }
 
-// Of two neighbours, that of element e.
-DEVICE float element(float2 two, int e) { return e % 2 ? two.y : two.x; }
-
 // What the thread says that has the other half of this one's rows.
 DEVICE float2 of_twin(Shared& shared, float2 mine) {
   shared.twins[threadIdx.x] = mine;
@@ -407,17 +404,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // With SPLIT, but for pass 0: S becomes P.
   auto exponentiate = [&](Place at, unsigned pair) {
     const float row[2] = {of_s(0), of_s(1)};
-    float lse[2] = {};
-    if (!kOfKeys) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-      const float2 of_column = numbers(pair, kOfS, n);
-      const float2 of_query = kOfKeys ? numbers(pair, 0, n) : float2{lse[0], lse[1]};
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[0][n][e] = fmaf(s[0][n][e] * element(of_column, e), row[e / 2],
-                          -element(of_query, kOfKeys ? e : e / 2));
-    }
+    float2 lse{};
+    if (!kOfKeys) lse = {of_own(p.lse_log2, 0), of_own(p.lse_log2, 1)};
+    undo_and_subtract<kOfKeys>(
+        s[0], row, [&](int n) { return numbers(pair, kOfS, n); },
+        [&](int n) { return kOfKeys ? numbers(pair, 0, n) : lse; });
     hide(s, at, -kInfinity);
     float more[2] = {missed[0], missed[1]};
 #pragma unroll
@@ -454,9 +445,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   // From scores of this warpgroup's tile to factors, in shared memory.
   auto make_factors = [&](Place at, unsigned pair) {
-    float lse[2] = {}, delta[2] = {};
-    if (PASS == 3 && !SPLIT) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
-    if (PASS == 3) delta[0] = of_own(p.delta, 0), delta[1] = of_own(p.delta, 1);
+    float2 lse{}, delta{};
+    if (PASS == 3 && !SPLIT) lse = {of_own(p.lse_log2, 0), of_own(p.lse_log2, 1)};
+    if (PASS == 3) delta = {of_own(p.delta, 0), of_own(p.delta, 1)};
     if constexpr (kOut) {
       if (kPiece < kHead) add_piece();
       if constexpr (SPLIT) {
@@ -484,15 +475,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kOfDs) {
         const float* all = kOfKeys ? p.v_factors : p.dout_factors;
         const float row[2] = {of_own(all, 0), of_own(all, 1)};
-#pragma unroll
-        for (int n = 0; n < kRows / 8; ++n) {
-          const float2 of_column = numbers(pair, kOfDp, n);
-          const float2 less = kOfKeys ? numbers(pair, 1, n) : float2{delta[0], delta[1]};
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            dp[0][n][e] = fmaf(dp[0][n][e] * element(of_column, e), row[e / 2],
-                               -element(less, kOfKeys ? e : e / 2));
-        }
+        undo_and_subtract<kOfKeys>(
+            dp[0], row, [&](int n) { return numbers(pair, kOfDp, n); },
+            [&](int n) { return kOfKeys ? numbers(pair, 1, n) : delta; });
         hide(dp, at, 0.0f);  // 0 times what is hidden may be NaN
       }
 #pragma unroll
@@ -507,8 +492,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!kOfDs) clear(dp);
 #pragma unroll
       for (int n = 0; n < kRows / 8; ++n) {
-        const float2 of_query = kOfKeys ? numbers(pair, 0, n) : float2{lse[0], lse[1]};
-        const float2 less = kOfKeys ? numbers(pair, 1, n) : float2{delta[0], delta[1]};
+        const float2 of_query = kOfKeys ? numbers(pair, 0, n) : lse;
+        const float2 less = kOfKeys ? numbers(pair, 1, n) : delta;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           differentiate(s[0][n][e], dp[0][n][e], element(of_query, kOfKeys ? e : e / 2),
