@@ -32,10 +32,10 @@
 // shared memory (1), or pass with the others (0); STAGES: buffers of the ring. Source: Dao 2023,
 // arXiv:2307.08691, algorithms 1 and 2.
 #include "hopper.cuh"
-#include "mask.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
 #include "warpgroup.cuh"
+#include "work.cuh"
 
 constexpr int kRows = 64, kPair = 2 * kRows, kComputing = 256, kThreads = kComputing + 128;
 constexpr bool kOut = PASS == 0, kOfKeys = PASS == 1 || PASS == 2, kOfDs = PASS >= 2;
@@ -45,7 +45,6 @@ constexpr int kCopyingRegisters = SPLIT == 2 ? 24 : 40,
               kComputingRegisters = SPLIT == 2 ? 240 : 232;
 constexpr int kHead = HEAD_DIM / SLICE, kValue = kOfDs ? VALUE_DIM / SLICE : 0;  // of S and dP
 constexpr int kKept = CHUNK / SLICE / 2;                                         // of a warpgroup
-constexpr int kChunks = ((kOfDs ? HEAD_DIM : VALUE_DIM) + CHUNK - 1) / CHUNK;
 static_assert(CHUNK % (2 * SLICE) == 0 && SLICE % 64 == 0, "halves of whole slices");
 static_assert(kHead + kValue + 2 * kKept >= STAGES, "numbers of a pair stay until they are used");
 static_assert(SPLIT == 0 || SLICE == 64, "registers of a product");
@@ -73,41 +72,8 @@ struct TensorMaps {
   TensorMap q, k, v, dout;
 };
 
-// Streamed rows, of a head.
-struct Place {
-  int head, row0;
-};
-
-// What a block does: its rows, and what streams past them.
-struct Work {
-  int rows, others, row0, head, batch, column0;
-  int lo_shift, hi_shift;
-  Bounds first, last;  // streamed rows that the first and the last own row see
-  Place start;
-  int end;  // of heads
-
-  Work() = default;
-  DEVICE Work(const Params& p)
-      : rows(kOfKeys ? p.sk : p.sq),
-        others(kOfKeys ? p.sq : p.sk),
-        lo_shift(kOfKeys ? 1 - p.hi_shift : p.lo_shift),
-        hi_shift(kOfKeys ? 1 - p.lo_shift : p.hi_shift) {
-    const int heads = kOfKeys ? p.heads / p.group : p.heads;
-    const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
-    column0 = blockIdx.x % kChunks * CHUNK;
-    // Under a causal mask the longest first: the last queries, the first keys.
-    row0 = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kRows;
-    head = index / tiles % heads, batch = index / tiles / heads;
-    first = k_bounds(row0, others, lo_shift, hi_shift);
-    last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
-    start = {kOfKeys ? head * p.group : head / p.group, first.lo / kPair * kPair};
-    end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);
-  }
-  DEVICE Place after(Place at) const {
-    at.row0 += kPair;
-    return at.row0 < last.hi ? at : Place{at.head + 1, start.row0};
-  }
-};
+using Work = WideWork<kOfKeys, kOfDs ? HEAD_DIM : VALUE_DIM, CHUNK, kRows, kPair>;
+using Place = Work::Place;
 
 struct Shared {
   TheSlice::Storage own[WHOLE ? kHead + kValue : STAGES], theirs[kRings][STAGES][kTiles];
@@ -394,8 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int other0 = at.row0 + group * kRows;
     if (other0 >= work.last.lo && other0 + kRows <= work.first.hi) return;
     apply_mask(c, AllColumns<1>(), work.row0 - group * kRows, other0, hidden, [&](int row) {
-      if (kOfKeys && row >= work.rows) return Bounds{0, 0};
-      return k_bounds(row, work.others, work.lo_shift, work.hi_shift);
+      return kOfKeys && row >= work.rows ? Bounds{0, 0} : work.seen(row);
     });
   };
   // Where these are among the numbers, and the factor of what a factor is multiplied with.
