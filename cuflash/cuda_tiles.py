@@ -43,6 +43,14 @@ class WideHopper(NamedTuple):
     resident: int = 64
     parts: int = 0  # as in HopperTiles
 
+    @property
+    def streamed(self) -> int:
+        return 2 * self.resident
+
+    @property
+    def keys(self) -> int:
+        return self.streamed
+
 
 class HopperTiles(NamedTuple):
     """Queries that stay with a block, 64 a computing warpgroup, and keys that stream past."""
