@@ -1,5 +1,5 @@
-// Heads wider than 256 on Hopper, forward and backward, by tensor copies (TMA) and wgmma: of
-// float16 and bfloat16, and of float32 that split.cu has made float16 of.
+// Wide heads on Hopper, forward and backward, by tensor copies (TMA) and wgmma: beyond 256 float16
+// and bfloat16, beyond 192 float32 that split.cu has made float16 of (TF32 forward beyond 256).
 //
 // As in wide_sm80.cu a result is a sum over rows that stream past, by factors that come from
 // scores:

@@ -83,9 +83,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
     if on_hopper and split:
-        forward = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
-        row = next(w for w in forward if w >= width)
-        return Config(forward[row], BACKWARD_HOPPER_32[row])
+        of_parts = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
+        row = next(w for w in of_parts if w >= width)
+        return Config(of_parts[row], BACKWARD_HOPPER_32[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     return Config(
         first(forward_table, forward_steps, forward_limit),
