@@ -134,16 +134,9 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
     };
     const unsigned p_tile = p_tiles + i % P_STAGES * sizeof(shared.p[0]);
     if constexpr (SPLIT) {  // S - lse, or dP - delta
-#pragma unroll
-      for (int n = 0; n < BLOCK_Q / 8; ++n) {
-        const float2 number = b_ring.pair(i, n), of_column = b_ring.pair(i, n, 1);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& y = x[0][n][e];
-          y = fmaf(y * (e % 2 ? of_column.y : of_column.x), of_row[e / 2],
-                   -(e % 2 ? number.y : number.x));
-        }
-      }
+      undo_and_subtract<true>(
+          x[0], of_row, [&](int n) { return b_ring.pair(i, n, 1); },
+          [&](int n) { return b_ring.pair(i, n); });
       c_ring.wait(i);  // for its factors
     }
     if constexpr (kFirst) {
@@ -163,11 +156,11 @@ DEVICE void compute(const Params& p, Shared& shared, unsigned a_tile, unsigned a
       if constexpr (!kFirst) load_shared16(other, at);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float of_column = e % 2 ? number.y : number.x;
+        const float of_column = element(number, e);
         float& y = x[0][n][e];
         if constexpr (SPLIT) {
           if constexpr (kFirst)
-            other[e] = exp2_approx(y * kLog2e) * (e % 2 ? weight.y : weight.x), y = other[e];
+            other[e] = exp2_approx(y * kLog2e) * element(weight, e), y = other[e];
           else
             y *= other[e];
           y *= finite(of_column);

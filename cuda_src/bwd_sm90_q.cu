@@ -166,16 +166,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int q0 = work.q0 + 64 * group;  // this warpgroup's
   const Bounds first = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift);
   const Bounds last = k_bounds(min(q0 + 64, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift);
-  // Times factors of rows and columns, less a number of the row.
+  // Factors of this thread's two keys of columns 8 n ...
+  auto of_keys = [&](const float* all, int n) {
+    return *reinterpret_cast<const float2*>(all + 8 * n + fragment_column());
+  };
   auto scaled = [&](float (&c)[BLOCK_K / 8][4], const float (&of_row)[2], const float* of_column,
                     const float (&less)[2]) {
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-      const float2 column = *reinterpret_cast<const float2*>(of_column + 8 * n + fragment_column());
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        c[n][e] = fmaf(c[n][e] * (e % 2 ? column.y : column.x), of_row[e / 2], -less[e / 2]);
-    }
+    undo_and_subtract<false>(
+        c, of_row, [&](int n) { return of_keys(of_column, n); },
+        [&](int) { return float2{less[0], less[1]}; });
   };
   auto exponentiate = [&](int n, int e) {
     if constexpr (SPLIT) {
@@ -225,13 +224,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int n = 0; n < BLOCK_K / 8; ++n) {
       float2 of_key = {1, 1};
-      if (SPLIT)
-        of_key = *reinterpret_cast<const float2*>(shared.k_factors[i % kStages] + 8 * n +
-                                                  fragment_column());
+      if (SPLIT) of_key = of_keys(shared.k_factors[i % kStages], n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if constexpr (SPLIT) {
-          ds[0][n][e] *= s[0][n][e] * finite(e % 2 ? of_key.y : of_key.x);
+          ds[0][n][e] *= s[0][n][e] * finite(element(of_key, e));
           continue;
         }
         const float slope = fmaxf(scores.slope(s[0][n][e]), 0.0f);  // -inf where masked

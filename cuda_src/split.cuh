@@ -46,6 +46,9 @@ DEVICE long long first_kv_row(const Params& p, int batch, int kv_head) {
 
 // --- fragments of a warpgroup
 
+// Of two neighbours, that of element e.
+DEVICE float element(float2 two, int e) { return e % 2 ? two.y : two.x; }
+
 // Scores from products of scaled rows. (One factor after the other: their product may overflow.)
 template <int kN>
 DEVICE void scale_scores(float (&s)[kN][4], const float* rows, const float* columns) {
@@ -56,7 +59,22 @@ DEVICE void scale_scores(float (&s)[kN][4], const float* rows, const float* colu
   for (int n = 0; n < kN; ++n) {
     const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * row[e / 2] * (e % 2 ? column.y : column.x);
+    for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * row[e / 2] * element(column, e);
+  }
+}
+
+// Backward, S - lse or dP - delta from such products: lse and delta are those of columns, or else
+// of rows. One function for all passes, since weights of P are right for the bits of one S.
+template <bool kOfColumns, int kN, class Columns, class Less>
+DEVICE void undo_and_subtract(float (&c)[kN][4], const float (&row)[2], Columns columns,
+                              Less less) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 column = columns(n), number = less(n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      c[n][e] =
+          fmaf(c[n][e] * element(column, e), row[e / 2], -element(number, kOfColumns ? e : e / 2));
   }
 }
 
@@ -69,7 +87,7 @@ DEVICE void add_scaled(float (&o)[kAll][4], const float (&c)[kN][4], int column0
   for (int n = 0; n < kN; ++n) {
     const float2 column = *reinterpret_cast<const float2*>(columns + 8 * n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) o[column0 / 8 + n][e] += c[n][e] * (e % 2 ? column.y : column.x);
+    for (int e = 0; e < 4; ++e) o[column0 / 8 + n][e] += c[n][e] * element(column, e);
   }
 }
 

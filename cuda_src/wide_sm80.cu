@@ -19,19 +19,21 @@
 // Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2.
 #include "softmax.cuh"
 #include "tile.cuh"
+#include "work.cuh"
 
 using Element = ELEMENT;
 constexpr int kRows = 64, kThreads = 32 * WARPS;
 constexpr bool kOut = PASS == 0, kOfKeys = PASS == 1 || PASS == 2, kOfDs = PASS >= 2;
 constexpr int kHead = HEAD_DIM / SLICE, kValue = kOfDs ? VALUE_DIM / SLICE : 0;  // of S and dP
 constexpr int kKept = CHUNK / SLICE;
-constexpr int kChunks = ((kOfDs ? HEAD_DIM : VALUE_DIM) + CHUNK - 1) / CHUNK;
 
 using Mine = Tile<kRows, SLICE, kThreads>;
 using Theirs = Tile<STREAMED, SLICE, kThreads>;
 using Factors = Tile<kRows, STREAMED, kThreads>;
 using Warps = Share<4, 2>;
 using Products = float[1][STREAMED / 16][4];
+using Work = WideWork<kOfKeys, kOfDs ? HEAD_DIM : VALUE_DIM, CHUNK, kRows, STREAMED>;
+using Place = Work::Place;
 static_assert(WARPS == 8, "a grid of 4 x 2");
 
 struct Shared {
@@ -72,53 +74,37 @@ extern "C" __global__ void row_delta(const Params p) { write_row_delta<Element, 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params p) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int rows = kOfKeys ? p.sk : p.sq, others = kOfKeys ? p.sq : p.sk;
-  const int heads = kOfKeys ? p.heads / p.group : p.heads;
-  const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
-  const int slice0 = blockIdx.x % kChunks * kKept;
-  // Under a causal mask the longest first: the last queries, the first keys.
-  const int row0 = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kRows;
-  const int head = index / tiles % heads, batch = index / tiles / heads;
-
-  // Streamed rows that any of these rows sees, and those that all see; the same for each head.
-  const int lo_shift = kOfKeys ? 1 - p.hi_shift : p.lo_shift;
-  const int hi_shift = kOfKeys ? 1 - p.lo_shift : p.hi_shift;
-  const Bounds first = k_bounds(row0, others, lo_shift, hi_shift);
-  const Bounds last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
-  struct Place {
-    int head, row0;
-  };
-  const Place start = {kOfKeys ? head * p.group : head / p.group, first.lo / STREAMED * STREAMED};
-  const int some = start.row0 < last.hi;  // 0: none sees any
-  const int end = start.head + some * (kOfKeys ? p.group : 1);
+  const Work work(p);
+  const int slice0 = work.column0 / SLICE;
 
   // Both sides of S and of dP.
-  const Slice mine_s(kOfKeys ? p.k : p.q, batch, head),
-      mine_dp(kOfKeys ? p.v : p.dout, batch, head);
+  const Slice mine_s(kOfKeys ? p.k : p.q, work.batch, work.head),
+      mine_dp(kOfKeys ? p.v : p.dout, work.batch, work.head);
   const Array &theirs_s = kOfKeys ? p.q : p.k, &theirs_dp = kOfKeys ? p.dout : p.v;
 
   int turn = 0;  // the buffer of the slice that is worked on; the next one goes to the other
   const auto fetch_s = [&](int buffer, Place at, int n) {
-    if (!WHOLE) fetch<Mine>(shared.mine[buffer], mine_s, row0, rows, n, p.d);
-    fetch<Theirs>(shared.theirs[buffer], Slice(theirs_s, batch, at.head), at.row0, others, n, p.d);
+    if (!WHOLE) fetch<Mine>(shared.mine[buffer], mine_s, work.row0, work.rows, n, p.d);
+    fetch<Theirs>(shared.theirs[buffer], Slice(theirs_s, work.batch, at.head), at.row0, work.others,
+                  n, p.d);
     copies_commit();
   };
   const auto fetch_dp = [&](int buffer, Place at, int n) {
-    if (!WHOLE) fetch<Mine>(shared.mine[buffer], mine_dp, row0, rows, n, p.v_width);
-    fetch<Theirs>(shared.theirs[buffer], Slice(theirs_dp, batch, at.head), at.row0, others, n,
-                  p.v_width);
+    if (!WHOLE) fetch<Mine>(shared.mine[buffer], mine_dp, work.row0, work.rows, n, p.v_width);
+    fetch<Theirs>(shared.theirs[buffer], Slice(theirs_dp, work.batch, at.head), at.row0,
+                  work.others, n, p.v_width);
     copies_commit();
   };
   const auto fetch_times = [&](int buffer, Place at, int n) {
-    fetch<Theirs>(shared.theirs[buffer], Slice(kOfDs ? theirs_s : theirs_dp, batch, at.head),
-                  at.row0, others, slice0 + n, kOfDs ? p.d : p.v_width);
+    fetch<Theirs>(shared.theirs[buffer], Slice(kOfDs ? theirs_s : theirs_dp, work.batch, at.head),
+                  at.row0, work.others, slice0 + n, kOfDs ? p.d : p.v_width);
     copies_commit();
   };
   const auto fetch_tile = [&](int buffer, Place at) {
     if (kOfKeys) {
-      const long long row = first_row(p, batch, at.head) + at.row0;
+      const long long row = first_row(p, work.batch, at.head) + at.row0;
       for (int i = threadIdx.x; i < STREAMED; i += kThreads) {
-        const bool inside = at.row0 + i < others;
+        const bool inside = at.row0 + i < work.others;
         copy4(shared_address(&shared.stats[0][i]), static_cast<float*>(p.lse_log2) + row + i,
               inside);
         copy4(shared_address(&shared.stats[1][i]), static_cast<float*>(p.delta) + row + i, inside);
@@ -149,9 +135,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
   float lse_log2[2], delta[2];  // of own queries
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = row0 + warps.fragment_row(0, r);
-    const bool exists = PASS == 3 && row < rows;
-    const long long i = first_row(p, batch, head) + row;
+    const int row = work.row0 + warps.fragment_row(0, r);
+    const bool exists = PASS == 3 && row < work.rows;
+    const long long i = first_row(p, work.batch, work.head) + row;
     lse_log2[r] = exists ? static_cast<float*>(p.lse_log2)[i] : 0;
     delta[r] = exists ? static_cast<float*>(p.delta)[i] : 0;
   }
@@ -160,19 +146,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
   for (int n = 0; n < kKept; ++n) clear(sum[n]);
 
   if (WHOLE) {
-    for (int n = 0; n < kHead; ++n) fetch<Mine>(shared.mine[n], mine_s, row0, rows, n, p.d);
+    for (int n = 0; n < kHead; ++n)
+      fetch<Mine>(shared.mine[n], mine_s, work.row0, work.rows, n, p.d);
     for (int n = 0; n < kValue; ++n)
-      fetch<Mine>(shared.mine[kHead + n], mine_dp, row0, rows, n, p.v_width);
+      fetch<Mine>(shared.mine[kHead + n], mine_dp, work.row0, work.rows, n, p.v_width);
     copies_commit();
   }
-  if (some) fetch_tile(turn, start);
-  for (Place at = start, next; at.head < end; at = next) {
-    next = {at.head, at.row0 + STREAMED};
-    if (next.row0 >= last.hi) next = {at.head + 1, start.row0};
+  if (work.start.head < work.end) fetch_tile(turn, work.start);
+  for (Place at = work.start, next; at.head < work.end; at = next) {
+    next = work.after(at);
     const auto hide = [&](Products& c, float hidden) {
-      if (at.row0 >= last.lo && at.row0 + STREAMED <= first.hi) return;
-      apply_mask(c, warps, row0, at.row0, hidden,
-                 [&](int row) { return k_bounds(row, others, lo_shift, hi_shift); });
+      if (at.row0 >= work.last.lo && at.row0 + STREAMED <= work.first.hi) return;
+      apply_mask(c, warps, work.row0, at.row0, hidden, [&](int row) { return work.seen(row); });
     };
 
     Products s, dp;
@@ -232,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
       arrived();
       if (n + 1 < kKept)
         fetch_times(turn ^ 1, at, n + 1);
-      else if (next.head < end)
+      else if (next.head < work.end)
         fetch_tile(turn ^ 1, next);
       product<Element>(
           sum[n], rows_of<Factors, 4>(factors, warps.row),
@@ -245,18 +230,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
   if constexpr (kOut) {
     const float2 other = of_twin(shared.twins, {softmax.sum[0][0], softmax.sum[0][1]});
     softmax.sum[0][0] += other.x, softmax.sum[0][1] += other.y;
-    float* lse = static_cast<float*>(p.lse) + first_row(p, batch, head);
+    float* lse = static_cast<float*>(p.lse) + first_row(p, work.batch, work.head);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float row_lse;
       factor[r] = softmax.finish(0, r, scores.unit, row_lse);
-      const int row = row0 + warps.fragment_row(0, r);
-      if (slice0 == 0 && warps.fragment_column() == 0 && row < rows) lse[row] = row_lse;
+      const int row = work.row0 + warps.fragment_row(0, r);
+      if (slice0 == 0 && warps.fragment_column() == 0 && row < work.rows) lse[row] = row_lse;
     }
   } else if (kOfDs) {
     factor[0] = factor[1] = static_cast<float>(p.scale);
   }
-  const Slice result(kOut ? p.out : PASS == 1 ? p.dv : PASS == 2 ? p.dk : p.dq, batch, head);
+  const Array& to = kOut ? p.out : PASS == 1 ? p.dv : PASS == 2 ? p.dk : p.dq;
+  const Slice result(to, work.batch, work.head);
   const unsigned tile = shared_address(&shared.mine[0]);
 #pragma unroll
   for (int n = 0; n < kKept; ++n) {
@@ -269,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) wide_sm80(const Params
     const int column0 = (slice0 + n) * SLICE;
     Slice part = result;
     part.data += column0 * part.column;
-    Mine::store<VECTOR>(part, tile, row0, rows, (kOfDs ? p.d : p.v_width) - column0);
+    Mine::store<VECTOR>(part, tile, work.row0, work.rows, (kOfDs ? p.d : p.v_width) - column0);
     __syncthreads();
   }
 }

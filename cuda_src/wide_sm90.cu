@@ -1,5 +1,5 @@
-// Heads wider than 256 on Hopper, forward and backward, by tensor copies (TMA) and wgmma: of
-// float16 and bfloat16, and of float32 that split.cu has made float16 of.
+// Wide heads on Hopper, forward and backward, by tensor copies (TMA) and wgmma: beyond 256 float16
+// and bfloat16, beyond 192 float32 that split.cu has made float16 of (TF32 forward beyond 256).
 //
 // As in wide_sm80.cu a result is a sum over rows that stream past, by factors that come from
 // scores:
@@ -32,10 +32,10 @@
 // shared memory (1), or pass with the others (0); STAGES: buffers of the ring. Source: Dao 2023,
 // arXiv:2307.08691, algorithms 1 and 2.
 #include "hopper.cuh"
-#include "mask.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
 #include "warpgroup.cuh"
+#include "work.cuh"
 
 constexpr int kRows = 64, kPair = 2 * kRows, kComputing = 256, kThreads = kComputing + 128;
 constexpr bool kOut = PASS == 0, kOfKeys = PASS == 1 || PASS == 2, kOfDs = PASS >= 2;
@@ -45,7 +45,6 @@ constexpr int kCopyingRegisters = SPLIT == 2 ? 24 : 40,
               kComputingRegisters = SPLIT == 2 ? 240 : 232;
 constexpr int kHead = HEAD_DIM / SLICE, kValue = kOfDs ? VALUE_DIM / SLICE : 0;  // of S and dP
 constexpr int kKept = CHUNK / SLICE / 2;                                         // of a warpgroup
-constexpr int kChunks = ((kOfDs ? HEAD_DIM : VALUE_DIM) + CHUNK - 1) / CHUNK;
 static_assert(CHUNK % (2 * SLICE) == 0 && SLICE % 64 == 0, "halves of whole slices");
 static_assert(kHead + kValue + 2 * kKept >= STAGES, "numbers of a pair stay until they are used");
 static_assert(SPLIT == 0 || SLICE == 64, "registers of a product");
@@ -73,41 +72,8 @@ struct TensorMaps {
   TensorMap q, k, v, dout;
 };
 
-// Streamed rows, of a head.
-struct Place {
-  int head, row0;
-};
-
-// What a block does: its rows, and what streams past them.
-struct Work {
-  int rows, others, row0, head, batch, column0;
-  int lo_shift, hi_shift;
-  Bounds first, last;  // streamed rows that the first and the last own row see
-  Place start;
-  int end;  // of heads
-
-  Work() = default;
-  DEVICE Work(const Params& p)
-      : rows(kOfKeys ? p.sk : p.sq),
-        others(kOfKeys ? p.sq : p.sk),
-        lo_shift(kOfKeys ? 1 - p.hi_shift : p.lo_shift),
-        hi_shift(kOfKeys ? 1 - p.lo_shift : p.hi_shift) {
-    const int heads = kOfKeys ? p.heads / p.group : p.heads;
-    const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
-    column0 = blockIdx.x % kChunks * CHUNK;
-    // Under a causal mask the longest first: the last queries, the first keys.
-    row0 = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kRows;
-    head = index / tiles % heads, batch = index / tiles / heads;
-    first = k_bounds(row0, others, lo_shift, hi_shift);
-    last = k_bounds(min(row0 + kRows, rows) - 1, others, lo_shift, hi_shift);
-    start = {kOfKeys ? head * p.group : head / p.group, first.lo / kPair * kPair};
-    end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);
-  }
-  DEVICE Place after(Place at) const {
-    at.row0 += kPair;
-    return at.row0 < last.hi ? at : Place{at.head + 1, start.row0};
-  }
-};
+using Work = WideWork<kOfKeys, kOfDs ? HEAD_DIM : VALUE_DIM, CHUNK, kRows, kPair>;
+using Place = Work::Place;
 
 struct Shared {
   TheSlice::Storage own[WHOLE ? kHead + kValue : STAGES], theirs[kRings][STAGES][kTiles];
@@ -229,9 +195,6 @@ DEVICE void copy(const Params& p, const TensorMaps& maps, Shared& shared, const 
   if (kAhead && pair > 0) put_products(before);
 }
 
-// Of two neighbours, that of element e.
-DEVICE float element(float2 two, int e) { return e % 2 ? two.y : two.x; }
-
 // What the thread says that has the other half of this one's rows.
 DEVICE float2 of_twin(Shared& shared, float2 mine) {
   shared.twins[threadIdx.x] = mine;
@@ -265,6 +228,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   registers_raise<kComputingRegisters>();
 
+  // The first of this thread's two rows of a tile. (Fragments of the second warpgroup begin at 64.)
+  const int local_row = fragment_row<1>(0, 0) - group * kRows;
   const Scores scores(p.scale, p.softcap);
   OnlineSoftmax<1, SPLIT != 0> softmax;
   float sum[kKept][1][SLICE / 8][4];
@@ -361,9 +326,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             running = false;
           } else {
             finish();
-            const int row = fragment_row<1>(0, 0) - group * kRows;
-            const float undo[2] = {shared.undo[pair % 2][tile][row],
-                                   shared.undo[pair % 2][tile][row + 8]};
+            const float undo[2] = {shared.undo[pair % 2][tile][local_row],
+                                   shared.undo[pair % 2][tile][local_row + 8]};
             add_rows(sum[n][0], part, 0, undo);
           }
         }
@@ -374,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // Of this thread's own row r: lse and delta of a query, and with SPLIT factors of S and dP.
   // Arrays are filled up for rows that do not exist. (They are loaded where they are used:
   // registers are few.)
-  const int row0 = work.row0 + fragment_row<1>(0, 0) - group * kRows;
+  const int row0 = work.row0 + local_row;
   auto of_own = [&](const void* all, int r) -> float {
     const long long head = kOfKeys ? first_kv_row<kPair>(p, work.batch, work.head)
                                    : first_row(p, work.batch, work.head, kPair);
@@ -395,10 +359,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   auto hide = [&](Products& c, Place at, float hidden) {
     const int other0 = at.row0 + group * kRows;
     if (other0 >= work.last.lo && other0 + kRows <= work.first.hi) return;
-    // (Fragments of the second warpgroup count rows from 64 on.)
     apply_mask(c, AllColumns<1>(), work.row0 - group * kRows, other0, hidden, [&](int row) {
-      if (kOfKeys && row >= work.rows) return Bounds{0, 0};
-      return k_bounds(row, work.others, work.lo_shift, work.hi_shift);
+      return kOfKeys && row >= work.rows ? Bounds{0, 0} : work.seen(row);
     });
   };
   // Where these are among the numbers, and the factor of what a factor is multiplied with.
@@ -407,17 +369,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   // With SPLIT, but for pass 0: S becomes P.
   auto exponentiate = [&](Place at, unsigned pair) {
     const float row[2] = {of_s(0), of_s(1)};
-    float lse[2] = {};
-    if (!kOfKeys) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-      const float2 of_column = numbers(pair, kOfS, n);
-      const float2 of_query = kOfKeys ? numbers(pair, 0, n) : float2{lse[0], lse[1]};
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[0][n][e] = fmaf(s[0][n][e] * element(of_column, e), row[e / 2],
-                          -element(of_query, kOfKeys ? e : e / 2));
-    }
+    float2 lse{};
+    if (!kOfKeys) lse = {of_own(p.lse_log2, 0), of_own(p.lse_log2, 1)};
+    undo_and_subtract<kOfKeys>(
+        s[0], row, [&](int n) { return numbers(pair, kOfS, n); },
+        [&](int n) { return kOfKeys ? numbers(pair, 0, n) : lse; });
     hide(s, at, -kInfinity);
     float more[2] = {missed[0], missed[1]};
 #pragma unroll
@@ -454,9 +410,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   // From scores of this warpgroup's tile to factors, in shared memory.
   auto make_factors = [&](Place at, unsigned pair) {
-    float lse[2] = {}, delta[2] = {};
-    if (PASS == 3 && !SPLIT) lse[0] = of_own(p.lse_log2, 0), lse[1] = of_own(p.lse_log2, 1);
-    if (PASS == 3) delta[0] = of_own(p.delta, 0), delta[1] = of_own(p.delta, 1);
+    float2 lse{}, delta{};
+    if (PASS == 3 && !SPLIT) lse = {of_own(p.lse_log2, 0), of_own(p.lse_log2, 1)};
+    if (PASS == 3) delta = {of_own(p.delta, 0), of_own(p.delta, 1)};
     if constexpr (kOut) {
       if (kPiece < kHead) add_piece();
       if constexpr (SPLIT) {
@@ -484,15 +440,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kOfDs) {
         const float* all = kOfKeys ? p.v_factors : p.dout_factors;
         const float row[2] = {of_own(all, 0), of_own(all, 1)};
-#pragma unroll
-        for (int n = 0; n < kRows / 8; ++n) {
-          const float2 of_column = numbers(pair, kOfDp, n);
-          const float2 less = kOfKeys ? numbers(pair, 1, n) : float2{delta[0], delta[1]};
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            dp[0][n][e] = fmaf(dp[0][n][e] * element(of_column, e), row[e / 2],
-                               -element(less, kOfKeys ? e : e / 2));
-        }
+        undo_and_subtract<kOfKeys>(
+            dp[0], row, [&](int n) { return numbers(pair, kOfDp, n); },
+            [&](int n) { return kOfKeys ? numbers(pair, 1, n) : delta; });
         hide(dp, at, 0.0f);  // 0 times what is hidden may be NaN
       }
 #pragma unroll
@@ -507,8 +457,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (!kOfDs) clear(dp);
 #pragma unroll
       for (int n = 0; n < kRows / 8; ++n) {
-        const float2 of_query = kOfKeys ? numbers(pair, 0, n) : float2{lse[0], lse[1]};
-        const float2 less = kOfKeys ? numbers(pair, 1, n) : float2{delta[0], delta[1]};
+        const float2 of_query = kOfKeys ? numbers(pair, 0, n) : lse;
+        const float2 less = kOfKeys ? numbers(pair, 1, n) : delta;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           differentiate(s[0][n][e], dp[0][n][e], element(of_query, kOfKeys ? e : e / 2),
@@ -526,10 +476,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else if constexpr (SPLIT) {
       float undo[2];
       powers_for(made[0], power, undo);
-      const int row = fragment_row<1>(0, 0) - group * kRows;
       if (fragment_column() == 0) {
-        shared.undo[pair % 2][group][row] = undo[0];
-        shared.undo[pair % 2][group][row + 8] = undo[1];
+        shared.undo[pair % 2][group][local_row] = undo[0];
+        shared.undo[pair % 2][group][local_row + 8] = undo[1];
       }
     }
     if constexpr (SPLIT) {

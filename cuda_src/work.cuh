@@ -1,5 +1,5 @@
-// Which tiles a block of a Hopper kernel works on. (bwd_sm80.cu counts as KeyWork does, by itself:
-// with this struct it spilled up to 48 bytes, where it had 40.)
+// Which tiles a block of a Hopper kernel or of wide_sm80.cu works on. (bwd_sm80.cu counts as
+// KeyWork does, by itself: with this struct it spilled up to 48 bytes, where it had 40.)
 #pragma once
 #include "mask.cuh"
 
@@ -71,5 +71,45 @@ struct KeyWork {
   // How many blocks add to dQ of the turn that begins with this query before this one does.
   DEVICE int turn(const Params& p, int query) const {
     return k0 / kKeys - k_bounds(query, p.sk, p.lo_shift, p.hi_shift).lo / kKeys;
+  }
+};
+
+// Of a result of wide heads: so many rows, kChunk of their kWidth columns, and what streams past
+// them, kStreamed rows at a time, the same of each head of a group.
+template <bool kOfKeys, int kWidth, int kChunk, int kRows, int kStreamed>
+struct WideWork {
+  // Streamed rows.
+  struct Place {
+    int head, row0;
+  };
+  int rows, others;  // all of a head, and all that stream past
+  int row0, head, batch, column0;
+  int lo_shift, hi_shift;
+  Bounds first, last;  // streamed rows that the first and the last own row see
+  Place start;
+  int end;  // of heads
+
+  WideWork() = default;
+  DEVICE WideWork(const Params& p)
+      : rows(kOfKeys ? p.sk : p.sq),
+        others(kOfKeys ? p.sq : p.sk),
+        lo_shift(kOfKeys ? 1 - p.hi_shift : p.lo_shift),
+        hi_shift(kOfKeys ? 1 - p.lo_shift : p.hi_shift) {
+    constexpr int kChunks = (kWidth + kChunk - 1) / kChunk;
+    const int heads = kOfKeys ? p.heads / p.group : p.heads;
+    const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
+    column0 = blockIdx.x % kChunks * kChunk;
+    // Under a causal mask the longest first: the last queries, the first keys.
+    row0 = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kRows;
+    head = index / tiles % heads, batch = index / tiles / heads;
+    first = seen(row0), last = seen(min(row0 + kRows, rows) - 1);
+    start = {kOfKeys ? head * p.group : head / p.group, first.lo / kStreamed * kStreamed};
+    end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);
+  }
+  // Streamed rows that an own row sees.
+  DEVICE Bounds seen(int row) const { return k_bounds(row, others, lo_shift, hi_shift); }
+  DEVICE Place after(Place at) const {
+    at.row0 += kStreamed;
+    return at.row0 < last.hi ? at : Place{at.head + 1, start.row0};
   }
 };

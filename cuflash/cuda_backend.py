@@ -85,9 +85,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
         return Config(forward[row], BACKWARD_HOPPER[row])
     if on_hopper and split:
-        forward = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
-        row = next(w for w in forward if w >= width)
-        return Config(forward[row], BACKWARD_HOPPER_32[row])
+        of_parts = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
+        row = next(w for w in of_parts if w >= width)
+        return Config(of_parts[row], BACKWARD_HOPPER_32[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     if capability == 90 and problem.dtype == "float64" and 64 < width <= max(FORWARD_HOPPER_64):
         forward = next(tiles for w, tiles in FORWARD_HOPPER_64.items() if w >= width)

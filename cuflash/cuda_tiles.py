@@ -43,6 +43,14 @@ class WideHopper(NamedTuple):
     resident: int = 64
     parts: int = 0  # as in HopperTiles
 
+    @property
+    def streamed(self) -> int:
+        return 2 * self.resident
+
+    @property
+    def keys(self) -> int:
+        return self.streamed
+
 
 class HopperTiles(NamedTuple):
     """Queries that stay with a block, 64 a computing warpgroup, and keys that stream past."""
@@ -132,11 +140,11 @@ FORWARD_HOPPER = {
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
 # float32, of which split.cu makes two float16 each: three products of four. TFLOP/s: batch 1, 16
 # heads, S = 8192 (above 128: 4096), full / causal, beside CUDA cores.
-FORWARD_HOPPER_32 = {
+FORWARD_HOPPER_32: dict[int, ForwardOnHopper] = {
     64: HopperTiles(128, 112, parts=2),  # 158 / 140, CUDA cores 43 / 43
     128: HopperTiles(128, 64, parts=2),  # 201 / 172, CUDA cores 40 / 41
     192: HopperTiles(128, 32, parts=2),  # 169 / 120, CUDA cores 36 / 36
-    256: HopperTiles(128, 32, 1, parts=2),  # 175 / 128, CUDA cores 35 / 36
+    256: WideHopper(parts=2),  # 173 / 142, CUDA cores 35 / 36; HopperTiles(128, 32, 1) 171 / 107
 }
 FORWARD_HOPPER_TF32 = {
     64: HopperTiles(128, 128, 4, parts=1),  # 254 / 207
@@ -165,7 +173,7 @@ BACKWARD_HOPPER_32: dict[int, OnHopper] = {
     64: HopperTwoPass(96, 128, 1, parts=2),  # 130 / 120, CUDA cores 36 / 36
     128: HopperTwoPass(64, 48, 1, parts=2),  # 138 / 135, CUDA cores 32 / 31
     192: HopperTwoPass(32, 32, 1, parts=2, queries=64),  # 112 / 108, CUDA cores 23 / 23
-    256: HopperTwoPass(16, 16, 1, parts=2, queries=64),
+    256: WideHopper(parts=2),  # 106 / 99; HopperTwoPass(16, 16, 1, queries=64) 75 / 72
 }
 _BACKWARD_16: Table = {
     64: [Tiles(128, 32, 4, 3), Tiles(64, 32, 4, 3)],  # 292, FlashAttention-2 264; and 214

@@ -73,10 +73,8 @@ def forward_variant(problem: Problem, tiles: Portable | ForwardOnHopper, vector:
         return _hopper_variant(problem, tiles, vector)
     if isinstance(tiles, HopperDouble):
         return _fp64_variant(problem, tiles)
-    if isinstance(tiles, WideTiles):
+    if isinstance(tiles, WideTiles | WideHopper):
         return _wide_variant(problem, tiles, vector, 0)
-    if isinstance(tiles, WideHopper):
-        return _wide_hopper_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
         chunk = _chunks(problem.dv, tiles)[0]
         macros = {"TRANSFORM": _transform(problem), "CHUNK": chunk}
@@ -97,16 +95,17 @@ def backward_steps(
 ) -> list[tuple[Variant, int]]:
     """What a backward pass launches: kernels, and of how many blocks."""
     if isinstance(tiles, HopperBackward):
-        return _sm90_steps(problem, tiles, vector)
-    if isinstance(tiles, HopperTwoPass | WideHopper):
-        two_pass = isinstance(tiles, HopperTwoPass)
-        steps = (_sm90_two_pass_steps if two_pass else _wide_steps)(problem, tiles, vector)
-        before = [split_step(problem, tiles, False, vector)] if tiles.parts else []
-        return [*before, *steps]
-    if isinstance(tiles, WideTiles):
-        return _wide_steps(problem, tiles, vector)
-    portable = _simt_steps if problem.dtype in REALS else _sm80_steps
-    return portable(problem, tiles, vector)
+        steps = _sm90_steps
+    elif isinstance(tiles, HopperTwoPass):
+        steps = _sm90_two_pass_steps
+    elif isinstance(tiles, WideTiles | WideHopper):
+        steps = _wide_steps
+    else:
+        steps = _simt_steps if problem.dtype in REALS else _sm80_steps
+    before = []
+    if isinstance(tiles, SplitTiles) and tiles.parts:
+        before = [split_step(problem, tiles, False, vector)]
+    return [*before, *steps(problem, tiles, vector)]
 
 
 def _simt_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
@@ -214,8 +213,12 @@ def _sm90_two_pass_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     ]
 
 
-def _wide_variant(problem: Problem, tiles: WideTiles, vector: bool, number: int) -> Variant:
+def _wide_variant(
+    problem: Problem, tiles: WideTiles | WideHopper, vector: bool, number: int
+) -> Variant:
     """`number`: the pass, as wide_sm80.cu counts them."""
+    if isinstance(tiles, WideHopper):
+        return _wide_hopper_variant(problem, tiles, vector, number)
     of_ds = number >= 2
     d, dv = rounded_up(problem.d, tiles.slice), rounded_up(problem.dv, tiles.slice)
     own_slices = (d + of_ds * dv) // tiles.slice if tiles.whole else 2
@@ -278,12 +281,9 @@ def _chunks(width: int, tiles: Portable | WideHopper) -> tuple[int, int]:
 def _wide_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
 
-    on_hopper = isinstance(tiles, WideHopper)
-    variant = _wide_hopper_variant if on_hopper else _wide_variant
-
     def step(number, rows, width):
         blocks = rows[0] * -(-rows[1] // tiles.resident) * _chunks(width, tiles)[1]
-        return variant(problem, tiles, vector, number), blocks
+        return _wide_variant(problem, tiles, vector, number), blocks
 
     dv, dk, dq = (
         step(1, (heads_kv, problem.sk), problem.dv),
@@ -395,8 +395,6 @@ def _split_rows(tiles: SplitTiles) -> tuple[int, int]:
     """Factors of a head's queries, and of its keys, are filled up to multiples of these."""
     if isinstance(tiles, HopperTiles):
         return tiles.resident, tiles.streamed
-    if isinstance(tiles, WideHopper):
-        return 2 * tiles.resident, 2 * tiles.resident
     return tiles.streamed, tiles.keys
 
 
@@ -458,10 +456,7 @@ def _variant(file, entry, warps, vector, macros, shared) -> Variant:
 
 def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
     """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
-    if isinstance(tiles, WideHopper):
-        queries = 2 * tiles.resident
-    else:
-        queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
+    queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
     return p.batch * p.heads * rounded_up(p.sq, queries)
 
 
