@@ -54,6 +54,8 @@ def contenders(device: str) -> list[Contender]:
         found += _torch_on_gpu() if device == "cuda" else [Contender("PyTorch", _torch, "")]
         if device == "cuda" and _importable("flash_attn.cute"):
             found.append(Contender("FlashAttention-4", _flash_attention_4, "torch"))
+        if device == "cuda" and _importable("flash_attn3_jax"):
+            found.append(Contender("FlashAttention-3", _flash_attention_3, ""))
     return found
 
 
@@ -217,6 +219,38 @@ def _flash_attention_4(case: Case, x: Inputs) -> Call:
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return _torch_call(case, attention, (dout, q, k, v))
+
+
+def _flash_attention_3(case: Case, x: Inputs) -> Call:
+    """The wheel flash-attn3-jax, as FlashAttention-3 has no other; same memory as above.
+
+    JAX has a stream of its own. DLPack orders it with ours on the GPU, without the host waiting:
+    the first input, handed over in each call, makes JAX's stream wait for the event before the
+    call, and taking the results makes our stream wait for JAX before the event after it. So the
+    time is that of the kernels and of two waits between streams. JAX compiles in `prepare`.
+    """
+    if case.dtype not in ("float16", "bfloat16"):
+        raise Refused("16-bit dtypes only")
+    if (case.d, case.dv) != (128, 128):
+        raise Refused("the wheel has kernels of width 128 only")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take 75 % of it
+    import jax
+    import torch
+    from flash_attn3_jax import flash_mha
+
+    dout, q, k, v = (_tensor(a).transpose(1, 2).contiguous() for a in x)
+    leaves = [jax.dlpack.from_dlpack(t) for t in (q, k, v)]
+    attention = jax.jit(functools.partial(flash_mha, is_causal=case.causal))
+    work, first, rest = attention, q, leaves[1:]
+    if case.backward:  # what jax.vjp returns is a tree of the arrays saved by the forward pass
+        work, first, rest = jax.jit(lambda a, pull: pull(a)), dout, [jax.vjp(attention, *leaves)[1]]
+
+    def call() -> Any:
+        results = work(jax.dlpack.from_dlpack(first), *rest)
+        return jax.tree.map(lambda a: torch.from_dlpack(a).transpose(1, 2), results)
+
+    call()
+    return call
 
 
 def _torch_call(case: Case, attention: Call, tensors: tuple) -> Call:

@@ -17,7 +17,7 @@ from typing import Any
 from .cases import Case
 from .run import Device, Result
 
-_VERSIONS = ("cuflash", "numpy", "cupy", "numba_cuda", "torch")
+_VERSIONS = ("cuflash", "numpy", "cupy", "numba_cuda", "torch", "jax", "flash_attn3_jax")
 #: Settings that change what is measured; they belong to the command.
 _SETTINGS = (
     "CUPY_TF32",

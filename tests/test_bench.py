@@ -147,6 +147,15 @@ def test_only_right_results_are_timed(bench):
     assert said == [wrong, wrong, wrong, memory, ("refused", False), ("ok", True)]
 
 
+@pytest.mark.parametrize("which", ["float32-b1-h2-s64-d128", "bfloat16-b1-h2-s64-d128:64"])
+def test_flash_attention_3_refuses_what_the_wheel_lacks(bench, which):
+    from bench.contenders import Refused, _flash_attention_3
+
+    (case,) = _cases(f"{which}-full-forward")
+    with pytest.raises(Refused):
+        _flash_attention_3(case, None)
+
+
 @pytest.mark.parametrize(
     "name",
     [
