@@ -90,19 +90,16 @@ class HopperTwoPass(NamedTuple):
 
 
 class HopperDouble(NamedTuple):
-    """float64: 16 queries stay with each warp, or with each `across` warps."""
+    """float64: 16 queries stay with each warp, or with each `across` warps, of eight."""
 
     streamed: int  # keys of which scores are made at a time
     part: int  # keys of which P V is made at a time
     boxes: int  # times 16 columns of P V are made at a time, by a warp
-    slot: int  # bytes of a buffer of the ring
     across: int = 1  # warps that share queries; each has so much of the output's columns
-    warps: int = 8
-    parts: int = 0  # none: as in HopperTiles
 
     @property
     def resident(self) -> int:
-        return 16 * self.warps // self.across
+        return 128 // self.across
 
 
 OnHopper = HopperBackward | HopperTwoPass | WideHopper
@@ -152,11 +149,12 @@ FORWARD_HOPPER_TF32 = {
     192: HopperTiles(128, 64, parts=1),  # 370 / 238
     256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
-# float64.
+# float64 wider than 64; to 64 FORWARD_MMA is 2 TFLOP/s faster. 16 heads (512: 8), S = 4096, full /
+# causal, beside FORWARD_MMA and the materialised formula.
 FORWARD_HOPPER_64 = {
-    128: HopperDouble(32, 32, 2, 16384),
-    256: HopperDouble(64, 32, 2, 16384, across=2),
-    512: HopperDouble(64, 32, 1, 16384, across=4),
+    128: HopperDouble(32, 32, 2),  # 39.6 / 38.6; 36.6 / 35.6; 15.5
+    256: HopperDouble(64, 32, 2, across=2),  # 41.3 / 39.3; 31.7 / 31.5; 24.6
+    512: HopperDouble(64, 32, 1, across=4),  # 35.3 / 34.8; 25.9 / 25.1; 33.3
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392

@@ -345,14 +345,12 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
 
 
 def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
-    slot = tiles.slot
-    columns = slot // (8 * min(tiles.streamed, tiles.part))  # whole slots
-    d = rounded_up(problem.d, max(columns, 64) if problem.d > 128 else columns)
-    dv = rounded_up(problem.dv, columns)
+    slot = 16 * KIB  # whole ones of both K and V for each 64 columns
+    d, dv = rounded_up(problem.d, 64), rounded_up(problem.dv, 64)
     # Q; numbers of rows, exponentials that warps share, the table of powers and barriers.
     fixed = 8 * tiles.resident * d + 3 * KIB
     fixed += 8 * tiles.resident * tiles.streamed if tiles.across > 1 else 0
-    stages = min(20, (227 * KIB - fixed) // slot)
+    stages = (227 * KIB - fixed) // slot
     macros = {
         "REAL": "double",
         "HEAD_DIM": d,
@@ -368,7 +366,7 @@ def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
         "SOFTCAP": int(problem.softcap is not None),
     }
     shared = fixed + stages * slot
-    return _variant("fwd_sm90_fp64", "fwd_sm90_fp64", tiles.warps, True, macros, shared)
+    return _variant("fwd_sm90_fp64", "fwd_sm90_fp64", 8, True, macros, shared)
 
 
 def split_step(p: Problem, tiles: SplitTiles, forward: bool, vector: bool) -> tuple[Variant, int]:

@@ -27,10 +27,12 @@ ARCHITECTURES = {
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
 #: bwd_sm90: of the copying thread, once for each tile of keys; and with a softcap, results of any
 #: strides and d = 128 once at the end of it. wide_sm90: float32, 8 in out, 24 in dK, 92 in dQ.
+#: fwd_simt: float64 of 64 columns, where P V is summed tile by tile. fwd_sm90_fp64: a width of 128;
+#: with slots of half the size 196, and slower (docs/kernels.md).
 SPILLS = {
-    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "bwd_simt": 8, "fwd_sm90": 0,
+    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 32, "bwd_simt": 8, "fwd_sm90": 0,
     "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
-    "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92,
+    "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92, "fwd_sm90_fp64": 930,
 }  # fmt: skip
 
 
@@ -81,6 +83,12 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             steps(problem(width, cap), tiles, vector)
             for width, tiles in (*backwards.items(), *wide[0])
             for cap, vector in ((None, True), (softcap, False))
+        ]
+    if arch == "sm_90a" and dtype == "float64":
+        forward += [
+            cuda_variants.forward_variant(problem(width, cap), tiles, True)
+            for width, tiles in cuda_tiles.FORWARD_HOPPER_64.items()
+            for cap in (None, 2.0)
         ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from cases import ALL, DTYPES, Run, case, host, normal, on_hopper, peak, portable_config
+from cases import (
+    ALL,
+    DTYPES,
+    EXTREMES,
+    GRID,
+    GROUPS,
+    LAYOUTS,
+    LENGTHS,
+    Run,
+    case,
+    host,
+    normal,
+    on_hopper,
+    peak,
+    portable_config,
+)
 
 import cuflash
 from cuflash import (
+    attention_reference,
     attention_reference_grad,
     cuda_backend,
     cuda_tiles,
@@ -37,6 +55,9 @@ def configs():
     for width, tiles in cuda_tiles.FORWARD_HOPPER_32.items():
         backward = cuda_tiles.BACKWARD_HOPPER_32[width]
         yield "float32", width, cuda_backend.Config(tiles, backward)
+    for width, tiles in cuda_tiles.FORWARD_HOPPER_64.items():
+        backward = next(rows[0] for w, rows in cuda_tiles.BACKWARD_MMA.items() if w >= width)
+        yield "float64", width, cuda_backend.Config(tiles, backward)
     for dtype, parts in (("float16", 0), ("bfloat16", 0), ("float32", 2)):
         for width in (320, 512, 1024):
             wide = cuda_tiles.WIDE_HOPPER._replace(parts=parts)
@@ -85,6 +106,41 @@ def test_the_portable_kernels_on_hopper(case):
     out, lse = run.forward(**options)
     run.check_forward(out, lse)
     run.check_backward(run.backward(out, lse, **options))
+
+
+DOUBLES = [replace(c, dtype="float64") for c in LENGTHS + GRID + GROUPS + LAYOUTS + EXTREMES]
+
+
+@pytest.mark.parametrize(("i", "case"), list(enumerate(DOUBLES)), ids=str)
+def test_float64_on_hopper(i, case):
+    # Widths here are smaller than those that take these tiles by default.
+    import cupy
+
+    needs_hopper()
+    run = Run(case, cupy)
+    tiles = list(cuda_tiles.FORWARD_HOPPER_64.values())[i % 3]
+    config = replace(portable_config("float64", case.d, case.dv), forward=tiles)
+    out, lse = run.forward(backend="cuda", config=config)
+    run.check_forward(out, lse)
+    again, lse_again = run.forward(backend="cuda", config=config)
+    assert bool((out == again).all()) and bool((lse == lse_again).all())
+
+
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@pytest.mark.parametrize("scale", [1, 30])
+def test_float64_of_many_keys_is_as_exact_as_the_formula(scale, d):
+    import cupy
+
+    needs_hopper()
+    q, k, v = (normal(cupy, 1, 1, n, d, dtype="float64", seed=n) for n in (32, 8192, 8193))
+    v, q = v[:, :, 1:], scale * q
+    out = flash_attention(q, k, v, backend="cuda")
+    s = q @ k.swapaxes(-1, -2) * d**-0.5
+    p = cupy.exp(s - s.max(-1, keepdims=True))
+    plain = p / p.sum(-1, keepdims=True) @ v
+    want = attention_reference(*map(host, (q, k, v)), dtype="longdouble")
+    errors = [np.sqrt(np.mean(np.square(host(x) - want))) for x in (out, plain)]
+    assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize(("n", "batch", "heads"), [(1100, 2, 24), (6000, 1, 2)])
