@@ -331,13 +331,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
 
   // Of this thread's own row r: lse and delta of a query, and with SPLIT factors of S and dP.
-  // Arrays are filled up for rows that do not exist. (They are loaded where they are used:
+  // A row that does not exist has those of the last. (They are loaded where they are used:
   // registers are few.)
   const int row0 = work.row0 + local_row;
   auto of_own = [&](const void* all, int r) -> float {
     const long long head = kOfKeys ? first_kv_row<kPair>(p, work.batch, work.head)
                                    : first_row(p, work.batch, work.head, kPair);
-    return load_4(static_cast<const float*>(all) + head + row0 + 8 * r);
+    return load_4(static_cast<const float*>(all) + head + min(row0 + 8 * r, work.rows - 1));
   };
   auto of_s = [&](int r) {
     return of_own(kOfKeys ? p.k_factors : p.q_factors, r) *

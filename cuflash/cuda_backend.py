@@ -374,9 +374,12 @@ def _forward_plan(
         else:
             vector = vector and min(strides[3]) >= 0  # then `out` has a tensor map too
             encoders = [_encoder(problem, boxes if vector else boxes[:3], strides)]
-    template = _template(problem, strides, _section(problem))
+    multiprocessors = _limits(device)[2]
+    tiles_of_q = -(-problem.sq // tiles.resident)
+    section = _section(problem, 2 * multiprocessors / max(1, tiles_of_q))
+    template = _template(problem, strides, section)
     steps = forward_steps(problem, tiles, vector)
-    more = isinstance(tiles, HopperTiles) and steps[-1][1] > _limits(device)[2]
+    more = isinstance(tiles, HopperTiles) and steps[-1][1] > multiprocessors
     return Plan(template, _loaded(device, steps, encoders), more and not _uniform(problem))
 
 
@@ -412,19 +415,20 @@ def _rows_of_groups(itemsize: int, strides: tuple) -> bool:
     )
 
 
-def _section(p: Problem) -> int:
+def _section(p: Problem, heads_that_fill: float) -> int:
     """Heads that a Hopper launch works on at a time.
 
     One after the other where all tiles are alike, so that its keys and values are read from the L2
-    cache; else the longest tiles of as many heads as have theirs in 32 MB of it, first. In float64
-    of all heads: with sections of 7 of 16 heads of 4,096 it was 28 instead of 36 TFLOP/s.
+    cache; else the longest tiles of as many heads as have theirs in 32 MB of it, first. Sections
+    are about as large, and the last has two tiles for each multiprocessor: with 1 of 16 heads left
+    over the longest of its tiles ended alone (docs/kernels.md).
     """
-    if p.dtype == "float64":
-        return p.batch * p.heads
     if _uniform(p):
         return 1
-    heads_kv = 32e6 // max(1, p.sk * (p.d + p.dv) * p.itemsize)
-    return max(1, min(int(heads_kv) * p.group, p.batch * p.heads))
+    heads = p.batch * p.heads
+    cached = 32e6 / max(1, p.sk * (p.d + p.dv) * p.itemsize) * p.group
+    sections = max(1, round(heads / max(cached, heads_that_fill)))
+    return max(1, -(-heads // sections))
 
 
 def _turns(p: Problem) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import shutil
@@ -154,6 +155,24 @@ def test_every_device_and_width_has_tiles(d, capability, limit, dtype):
     forward = cuda_variants.forward_steps(p, config.forward, True)
     for variant, _ in (*forward, *cuda_variants.backward_steps(p, config.backward, True)):
         assert variant.shared_bytes <= limit * KIB
+
+
+@pytest.mark.parametrize(
+    ("heads", "s", "d"),
+    [(512, 512, 128), (128, 2048, 128), (64, 2048, 256), (16, 8192, 256), (17, 8192, 128)],
+)
+def test_the_tiles_of_a_causal_call_end_together(heads, s, d):
+    # As QueryWork of work.cuh orders them, each to the multiprocessor that is free first.
+    multiprocessors, queries = 132, 128
+    tiles = s // queries
+    problem = Problem("cuda", "bfloat16", 1, heads, heads, s, s, d, d, 1.0, right=0)
+    section = cuda_backend._section(problem, 2 * multiprocessors / tiles)
+    sections = [min(section, heads - first) for first in range(0, heads, section)]
+    lengths = [n for together in sections for n in range(tiles, 0, -1) for _ in range(together)]
+    ends = [0] * multiprocessors
+    for length in lengths:
+        heapq.heapreplace(ends, ends[0] + length)
+    assert max(ends) <= 1.05 * sum(lengths) / multiprocessors
 
 
 @pytest.mark.parametrize("dtype", cuda_tiles.FORWARD)
