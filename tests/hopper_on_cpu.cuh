@@ -72,39 +72,35 @@ inline void prefetch(const TensorMap&) {}
 // Address bits 4 to 6 are flipped by bits 7 to 9.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
-inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int column, int row,
-                        int head, int batch) {
+// For each element of a box: where it lies in shared memory, and in global memory, or null.
+template <class Use>
+void each_element(unsigned box, const TensorMap& map, int column, int row, int head, int batch,
+                  Use use) {
   const int bytes = map.strides[0];
   for (int i = 0; i < map.rows; ++i)
     for (int j = 0; j < 128 / bytes; ++j) {
       const long long at[] = {column + j, row + i, head, batch};
       bool inside = true;
-      const char* from = map.data;
+      const char* global = map.data;
       for (int axis = 0; axis < 4; ++axis) {
         inside &= 0 <= at[axis] && at[axis] < map.sizes[axis];
-        from += at[axis] * map.strides[axis];
+        global += at[axis] * map.strides[axis];
       }
-      char* const here = memory + swizzled(to + i * 128 + j * bytes);
-      inside ? std::memcpy(here, from, bytes) : std::memset(here, 0, bytes);
+      use(memory + swizzled(box + i * 128 + j * bytes), inside ? global : nullptr, bytes);
     }
+}
+inline void tensor_load(unsigned to, const TensorMap& map, unsigned barrier, int column, int row,
+                        int head, int batch) {
+  each_element(to, map, column, row, head, batch, [](char* here, const char* global, int bytes) {
+    global ? std::memcpy(here, global, bytes) : std::memset(here, 0, bytes);
+  });
   change(barrier, 0, -map.rows * 128);
 }
-
 inline void tensor_store(const TensorMap& map, unsigned from, int column, int row, int head,
                          int batch) {
-  for (int i = 0; i < map.rows; ++i)
-    for (int j = 0; j < 64; ++j) {
-      const long long at[] = {column + j, row + i, head, batch};
-      bool inside = true;
-      char* to = const_cast<char*>(map.data);
-      for (int axis = 0; axis < 4; ++axis) {
-        inside &= 0 <= at[axis] && at[axis] < map.sizes[axis];
-        to += at[axis] * map.strides[axis];
-      }
-      if (inside)
-        *reinterpret_cast<unsigned short*>(to) =
-            shared<unsigned short>(swizzled(from + i * 128 + j * 2));
-    }
+  each_element(from, map, column, row, head, batch, [](char* here, const char* global, int bytes) {
+    if (global) std::memcpy(const_cast<char*>(global), here, bytes);
+  });
 }
 
 // --- copies of bytes in a row

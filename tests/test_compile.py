@@ -28,11 +28,11 @@ ARCHITECTURES = {
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
 #: bwd_sm90: of the copying thread, once for each tile of keys; and with a softcap, results of any
 #: strides and d = 128 once at the end of it. wide_sm90: float32, 8 in out, 24 in dK, 92 in dQ.
-#: fwd_simt: float64 of 64 columns, where P V is summed tile by tile. fwd_sm90_fp64: a width of 128;
-#: with slots of half the size 196, and slower (docs/kernels.md).
+#: fwd_simt/mma: float64 of 64 columns, where P V is summed tile by tile. fwd_sm90_fp64: a width of
+#: 128; with slots of half the size 196, and slower (docs/kernels.md).
 SPILLS = {
-    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 32, "bwd_simt": 8, "fwd_sm90": 0,
-    "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
+    "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "fwd_simt/mma": 32,
+    "bwd_simt": 8, "fwd_sm90": 0, "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
     "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92, "fwd_sm90_fp64": 930,
 }  # fmt: skip
 
@@ -139,7 +139,8 @@ def test_every_row_compiles_within_its_budget(arch):
     for variant, (log, assembled) in zip(variants, results, strict=True):
         registers, spilled, warnings = report(variant.entry, log)
         assert registers * variant.threads <= 65536, variant
-        assert spilled <= SPILLS[variant.entry], variant
+        on_tensor_cores = f"{variant.entry}/mma" if dict(variant.macros).get("MMA") else ""
+        assert spilled <= SPILLS.get(on_tensor_cores, SPILLS[variant.entry]), variant
         assert not warnings, (variant, warnings)
         # Products are waited for in batches: ptxas may serialise them without a warning.
         products, waits = map(assembled.count, ("HGMMA", "WARPGROUP.DEPBAR"))
