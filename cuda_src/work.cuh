@@ -99,9 +99,14 @@ struct WideWork {
     const int heads = kOfKeys ? p.heads / p.group : p.heads;
     const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
     column0 = blockIdx.x % kChunks * kChunk;
-    // Under a causal mask the longest first: the last queries, the first keys.
-    row0 = (kOfKeys ? index % tiles : tiles - 1 - index % tiles) * kRows;
-    head = index / tiles % heads, batch = index / tiles / heads;
+    // Heads in sections, as in QueryWork: under a causal mask the longest first, the last queries or
+    // the first keys.
+    const int before = index / (p.section * tiles) * p.section;
+    const int together = min(p.section, p.batch * heads - before);
+    const int rank = (index - before * tiles) / together;
+    const int flat = before + (index - before * tiles) % together;
+    row0 = (kOfKeys ? rank : tiles - 1 - rank) * kRows;
+    head = flat % heads, batch = flat / heads;
     first = seen(row0), last = seen(min(row0 + kRows, rows) - 1);
     start = {kOfKeys ? head * p.group : head / p.group, first.lo / kStreamed * kStreamed};
     end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);

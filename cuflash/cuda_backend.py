@@ -30,6 +30,7 @@ from .cuda_tiles import (
     Portable,
     SplitTiles,
     WideHopper,
+    WideTiles,
     tables,
 )
 from .cuda_variants import (
@@ -389,9 +390,14 @@ def _backward_plan(
 ) -> Plan:
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
-    section, encoders = 0, []
+    encoders = []
+    if isinstance(tiles, WideTiles | WideHopper):
+        section = _section(
+            problem, 2 * _limits(device)[2] / max(1, -(-problem.sq // tiles.resident))
+        )
+    else:
+        section = tiles.together if isinstance(tiles, OnHopper) else 0
     if isinstance(tiles, OnHopper):
-        section = 0 if isinstance(tiles, WideHopper) else tiles.together
         all_boxes = backward_boxes(tiles, vector)
         if isinstance(tiles, SplitTiles) and tiles.parts:
             encoders = [_parts_encoder(problem, tiles, boxes) for boxes in all_boxes]
