@@ -272,6 +272,17 @@ DEVICE void mma(double& c0, double& c1, double& c2, double& c3, const double (&a
 #endif
 }
 
+#if __CUDA_ARCH__ >= 900
+// c (16 x 8, double) += a (16 x 8) b (8 x 8), in the rows that c0, c1 and c2, c3 belong to.
+DEVICE void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[4],
+                const double (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, {%0, %1, %2, %3};"
+      : "+d"(c0), "+d"(c1), "+d"(c2), "+d"(c3)
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
+#endif
+
 // c (16 x 8, double) += a (16 x 16) b (16 x 8), in the rows that c0, c1 and c2, c3 belong to.
 DEVICE void mma(double& c0, double& c1, double& c2, double& c3, const double (&a)[8],
                 const double (&b)[4]) {

@@ -1,22 +1,28 @@
 // Products of doubles on Hopper's tensor cores (mma.sync), of boxes that tensor copies write.
 //
 // A box is 16 columns of so many rows, 128 bytes a row; its groups of 16 bytes are permuted by the
-// row's number (128-byte swizzle). As it lies it is an operand of both kinds: one whose summed
-// index runs along its rows (Q and K for scores), and one where it counts rows (V). A lane (y, x)
-// of a warp reads 16 bytes at a time, which are of two steps, or of two columns, and any eight
-// lanes that read at once meet in no bank, if row y of an mma is row spread(y) of eight in the box:
+// row's number (128-byte swizzle). As it lies it is the right operand of both kinds of product: of
+// one whose summed index runs along its rows (Q and K for scores), and of one where it counts rows
+// (V). A lane (y, x) of a warp reads 16 bytes at a time, which are of two steps, or of two columns,
+// and any eight lanes that read at once meet in no bank, if row y of an mma is row spread(y) of
+// eight in the box:
 //   along  row spread(y), columns 8 h + 2 x ..     y, y + 1: rows 4 apart, other halves of 128
 //   bytes down   row spread(2 x + e), columns 2 y ..     rows 2 apart for x, x + 1
-// An accumulator of scores has for e = 0, 1 column spread(2 x + e) of eight in lane x: as it lies
-// it is the left operand of a product that is summed over these columns.
+// The left operand of a product of scores stays in shared memory, and is laid anew once, as an mma
+// takes it: in pairs of one column of two rows, own_row(0) and own_row(1).
+// An accumulator of scores has for e = 0, 1 column spread(2 x + e) of eight in lane x: in pairs of
+// rows it is, as it lies, the left operand of a product that is summed over these columns.
 #pragma once
 #include "ring.cuh"
 
 DEVICE int lane_x() { return threadIdx.x % 4; }
 DEVICE int lane_y() { return threadIdx.x % 32 / 4; }
 DEVICE constexpr int spread(int y) { return y ^ (y & 1) << 2; }
+// Which of 16 rows row y or y + 8 of an mma is.
+DEVICE int own_row(int r) { return 8 * r + spread(lane_y()); }
 
 constexpr int kBoxColumns = 16, kRowBytes = 128, kEightRows = 8 * kRowBytes;
+constexpr int kSlotBytes = 16384;  // of 8 KiB, kernels were up to 4 % slower
 
 struct Pair {
   double x[2];
@@ -31,12 +37,35 @@ DEVICE Pair load_pair(unsigned address) {
 // flipped; `down`, of each e.
 DEVICE unsigned group_at(int row, int group) { return row * kRowBytes + ((group ^ row) & 7) * 16; }
 DEVICE unsigned along() { return group_at(spread(lane_y()), lane_x()); }
-constexpr unsigned kOtherHalf = 64;
+constexpr int kOtherHalf = 64;
 DEVICE unsigned down(int e) { return group_at(spread(2 * lane_x() + e), lane_y()); }
+
+// The numbers of two columns of rows i and i + 8 of each 16 become a pair of each column: the first
+// column's lies where those of row i did, the other's where those of row i + 8 four groups away
+// did. So 8 lanes that read pairs of 8 columns meet in no bank. By all threads.
+template <int kBytes>
+DEVICE void pair_rows(char (&boxes)[kBytes]) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kBytes / 64; i += 32 * WARPS) {
+    char* const first = boxes + i / 32 * (2 * kEightRows) + i / 4 % 8 * kRowBytes + i % 4 * 16;
+    auto at = [&](int row, int group) -> Pair& {
+      return *reinterpret_cast<Pair*>(first + row * kEightRows + group * kOtherHalf);
+    };
+    const Pair rows[2][2] = {{at(0, 0), at(0, 1)}, {at(1, 0), at(1, 1)}};
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      at(0, g) = {{rows[0][g].x[0], rows[1][g].x[0]}};
+      at(1, 1 - g) = {{rows[0][g].x[1], rows[1][g].x[1]}};
+    }
+  }
+}
 
 // 16 rows and 8 kTiles columns: of each eight columns a lane has two, in two rows.
 template <int kTiles>
 using Sums = double[kTiles][4];
+// As a left operand.
+template <int kTiles>
+using Factors = Pair[kTiles][2];
 
 template <int kTiles>
 DEVICE void clear(Sums<kTiles>& c) {
@@ -46,49 +75,40 @@ DEVICE void clear(Sums<kTiles>& c) {
     for (int e = 0; e < 4; ++e) c[t][e] = 0;
 }
 
-template <int kTiles>
-DEVICE void add(Sums<kTiles>& c, const Sums<kTiles>& more) {
+// c[first + t] += more[t]
+template <int kTiles, int kMore>
+DEVICE void add(Sums<kTiles>& c, const Sums<kMore>& more, int first = 0) {
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t)
+  for (int t = 0; t < kMore; ++t)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) c[t][e] += more[t][e];
+    for (int e = 0; e < 4; ++e) c[first + t][e] += more[t][e];
 }
 
-// c += a b^T over the 16 columns of two boxes, of 16 rows and of 8 kTiles: addresses with along().
+// c += a b over 4 steps, and over 8: 3 % faster.
+DEVICE void mma(double (&c)[4], const Pair& a, double b) { mma(c[0], c[1], c[2], c[3], a.x, b); }
+DEVICE void mma(double (&c)[4], const Pair (&a)[2], const Pair& b) {
+  mma(c[0], c[1], c[2], c[3], {a[0].x[0], a[0].x[1], a[1].x[0], a[1].x[1]}, b.x);
+}
+
+// c += a b^T over the 16 columns of two boxes, of 16 rows in pairs and of 8 kTiles: addresses with
+// along().
 template <int kTiles>
 DEVICE void multiply_along(Sums<kTiles>& c, unsigned a, unsigned b) {
 #pragma unroll
   for (int half = 0; half < 2; ++half, a ^= kOtherHalf, b ^= kOtherHalf) {
-    // An mma takes the same column of both rows. Read in pairs these have fewer bank conflicts, but
-    // moves bring them together: 40.1 instead of 41.4 TFLOP/s with four tiles (a width of 256), but
-    // 35.9 instead of 33.6 with two (512), where reading is what takes longest.
-    double left[2][2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const unsigned row = a + r * kEightRows;
-      if (kTiles > 2) {
-        left[0][r] = load_shared_double(row), left[1][r] = load_shared_double(row ^ 8);
-      } else {
-        const Pair pair = load_pair(row);
-        left[0][r] = pair.x[0], left[1][r] = pair.x[1];
-      }
-    }
+    const Pair left[2] = {load_pair(a), load_pair((a ^ kOtherHalf) + kEightRows)};
     Pair right[kTiles];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) right[t] = load_pair(b + t * kEightRows);
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-        mma(c[t][0], c[t][1], c[t][2], c[t][3], left[e], right[t].x[e]);
+    for (int t = 0; t < kTiles; ++t) mma(c[t], left, right[t]);
   }
 }
 
-// c += a b: a, 16 rows and 8 kSteps columns as accumulators have them; b, as many rows of kBoxes
-// boxes, `box` bytes apart. Of each box c has 16 columns, four of them in a lane: 4 x + 2 i + e in
-// c[2 box + e], i = 0, 1.
+// c += a b: b, 8 kSteps rows of kBoxes boxes, `box` bytes apart. Of each box c has 16 columns, four
+// of them in a lane: 4 x + 2 i + e in c[2 box + e], i = 0, 1.
 template <int kBoxes, int kSteps>
-DEVICE void multiply_down(Sums<2 * kBoxes>& c, const Sums<kSteps>& a, unsigned b, int box,
+DEVICE void multiply_down(Sums<2 * kBoxes>& c, const Factors<kSteps>& a, unsigned b, int box,
                           const unsigned (&down)[2]) {
 #pragma unroll
   for (int t = 0; t < kSteps; ++t)
@@ -98,9 +118,88 @@ DEVICE void multiply_down(Sums<2 * kBoxes>& c, const Sums<kSteps>& a, unsigned b
       for (int n = 0; n < kBoxes; ++n) {
         const Pair right = load_pair(b + n * box + t * kEightRows + down[e]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          double (&sum)[4] = c[2 * n + i];
-          mma(sum[0], sum[1], sum[2], sum[3], {a[t][e], a[t][2 + e]}, right.x[i]);
-        }
+        for (int i = 0; i < 2; ++i) mma(c[2 * n + i], a[t][e], right.x[i]);
+      }
+}
+
+// The ring of slots. All warps use all slots, in order, and by turns fill the one that is so many
+// slots from there: with a warp that only copies, the others could have 168 registers.
+struct Ring {
+  unsigned slots, full, empty;  // memory and barriers, of each slot
+  Turn<STAGES> turn;
+
+  // What copy(memory, barrier) brings into a slot, when it is free.
+  template <class Copy>
+  DEVICE void fill(Turn<STAGES> to, Copy copy) const {
+    barrier_wait(empty + 8 * to.stage, to.round ^ 1);
+    barrier_expect(full + 8 * to.stage, kSlotBytes);
+    copy(slots + to.stage * kSlotBytes, full + 8 * to.stage);
+  }
+  template <class Products>
+  DEVICE void use(Products products) {
+    barrier_wait(full + 8 * turn.stage, turn.round);
+    products(slots + turn.stage * kSlotBytes);
+    release(empty + 8 * turn.stage, true);
+    turn.next();
+  }
+};
+
+// c = own theirs^T: kBoxes boxes of both, kSlotBoxes of theirs in a slot, which use(slot, products)
+// brings. Scores are summed over so many columns, and these sums added up: with one sum over more
+// than 128 columns a case was off by 2.3 times as much as the plain formula.
+template <int kBoxes, int kSlotBoxes, int kTiles, class Use>
+DEVICE void multiply_scores(Sums<kTiles>& c, unsigned own, int own_box, int their_box, Use use) {
+  constexpr int kPiece = kBoxes > 8 ? 4 : kBoxes;
+  static_assert(kBoxes % kPiece == 0 && kPiece % kSlotBoxes == 0, "whole slots");
+  clear(c);
+#pragma unroll 1
+  for (int box = 0; box < kBoxes;) {
+    Sums<kTiles> piece;
+    clear(piece);
+#pragma unroll 1
+    for (int i = 0; i < kPiece; i += kSlotBoxes, box += kSlotBoxes)
+      use(box / kSlotBoxes, [&](unsigned theirs) {
+#pragma unroll
+        for (int n = 0; n < kSlotBoxes; ++n)
+          multiply_along(piece, own + (box + n) * own_box, theirs + n * their_box);
+      });
+    add(c, piece);
+  }
+}
+
+// result += factors theirs: kSlots slots of kBoxes boxes, kTogether at a time. Each product begins
+// with 0: as one sum over 4,096 keys P V was off by 4 times as much as the plain formula
+// (docs/kernels.md).
+template <int kSlots, int kBoxes, int kTogether, int kTiles, int kSteps, class Use>
+DEVICE void add_products(Sums<kTiles>& result, const Factors<kSteps>& factors,
+                         const unsigned (&down)[2], Use use) {
+  static_assert(kTiles == 2 * kSlots * kBoxes && kBoxes % kTogether == 0, "whole products");
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot)
+    use(slot, [&](unsigned theirs) {
+#pragma unroll
+      for (int box = 0; box < kBoxes; box += kTogether) {
+        Sums<2 * kTogether> product;
+        clear(product);
+        multiply_down<kTogether>(product, factors, theirs + box * (kSteps * kEightRows),
+                                 kSteps * kEightRows, down);
+        add(result, product, 2 * (slot * kBoxes + box));
+      }
+    });
+}
+
+// to = c factor: a warp's 16 rows, of which it has the columns from column0 on.
+template <int kTiles, class RowOf>
+DEVICE void store(const Head<double>& to, const Sums<kTiles>& c, const double (&factor)[2],
+                  int column0, RowOf row_of, int rows, int width) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = column0 + t / 2 * kBoxColumns + 4 * lane_x() + 2 * e + t % 2;
+        if (row_of(r) < rows && column < width)
+          to.at(row_of(r), column) = c[t][2 * r + e] * factor[r];
       }
 }

@@ -6,20 +6,16 @@
 // through shared memory.
 //
 // Q stays. K and V come in slots of a ring, in the order they are used: of K all keys of a block
-// and a part of its width, of V PART_K keys and a part of the columns of each of ACROSS warps. All
-// warps use all slots, and by turns fill the one that is kAhead slots from there: with a warp that
-// only copies, the others could have 168 registers. No two warps meet but those that share queries:
-// while one takes exponentials others multiply.
+// and a part of its width, of V PART_K keys and a part of the columns of each of ACROSS warps. No
+// two warps meet but those that share queries: while one takes exponentials others multiply.
 //
 //   barrier        completed by                    waited for
 //   q_full, full   tensor copies                   before products
 //   empty          a lane of each warp             before the next copy
 //
-// P V of PART_K keys begins with 0 and is added to out: as one sum over 4,096 keys it was off by 4
-// times as much as the plain formula (docs/kernels.md).
 // Options: HEAD_DIM, VALUE_DIM (padded to whole slots), ACROSS, BLOCK_K, PART_K, BOXES (times 16
-// columns of P V are made at a time), SLOT (bytes), STAGES (slots), LAG (turns that a warp may be
-// before another), WARPS, TRANSFORM, SOFTCAP. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+// columns of P V are made at a time), STAGES (slots), LAG (turns that a warp may be before
+// another), WARPS, TRANSFORM, SOFTCAP. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "exponential.cuh"
 #include "fp64_sm90.cuh"
 #include "work.cuh"
@@ -27,26 +23,22 @@
 constexpr int kRows = 16 * WARPS / ACROSS;
 constexpr int kKeys = BLOCK_K / ACROSS;  // whose scores a warp makes
 // Of K and of V in a slot, the latter for one warp and for all.
-constexpr int kKeyBoxes = SLOT / (BLOCK_K * kRowBytes);
-constexpr int kOwnBoxes = SLOT / (PART_K * kRowBytes * ACROSS), kSlotBoxes = kOwnBoxes * ACROSS;
+constexpr int kKeyBoxes = kSlotBytes / (BLOCK_K * kRowBytes);
+constexpr int kOwnBoxes = kSlotBytes / (PART_K * kRowBytes * ACROSS),
+              kSlotBoxes = kOwnBoxes * ACROSS;
 constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
 constexpr int kKeySlots = kHeadBoxes / kKeyBoxes, kValueSlots = kValueBoxes / kSlotBoxes;
 constexpr int kParts = BLOCK_K / PART_K;
 constexpr int kSlots = kKeySlots + kParts * kValueSlots;  // of a key block
 constexpr int kAhead = STAGES - LAG;
-// Scores are summed over so many columns, and these sums added up: with one sum over wider heads a
-// case was off by 2.3 times as much as the plain formula.
-constexpr int kPieceSlots = HEAD_DIM > 128 ? 64 / (kBoxColumns * kKeyBoxes) : kKeySlots;
-static_assert(kOwnBoxes % BOXES == 0, "whole products");
-static_assert(kKeySlots % kPieceSlots == 0, "whole pieces");
 static_assert(kKeySlots * kKeyBoxes == kHeadBoxes && kValueSlots * kSlotBoxes == kValueBoxes,
               "whole slots");
 
 using Work = QueryWork<kRows, BLOCK_K>;
 
 struct Shared {
-  __align__(1024) char q[kHeadBoxes][kRows * kRowBytes];
-  __align__(1024) char slots[STAGES][SLOT];
+  __align__(1024) char q[kHeadBoxes * kRows * kRowBytes];
+  __align__(1024) char slots[STAGES][kSlotBytes];
   // Exponentials of each 16 queries, as lanes have them.
   Pair p[ACROSS > 1 ? kRows / 16 : 1][ACROSS > 1 ? BLOCK_K / 8 : 1][2][32];
   double rows[ACROSS][kRows];  // what warps that share queries say about them
@@ -61,10 +53,9 @@ struct TensorMaps {
   TensorMap q, k, v;
 };
 
-// Slot `index` of key block i of the work, and the barrier that waits for it.
+// Slot `index` of key block i of the work.
 DEVICE void copy(const TensorMaps& maps, const Work& work, int kv_head, int i, int index,
                  unsigned to, unsigned full) {
-  barrier_expect(full, SLOT);
   const int k0 = (work.k_begin + i) * BLOCK_K;
   if (index < kKeySlots) {
 #pragma unroll
@@ -101,9 +92,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   const Work& work = shared.work;  // there, and not in registers
   const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
   const int row0 = work.q0 + 16 * rows16;
-  auto row_of = [&](int r) { return row0 + 8 * r + spread(lane_y()); };
+  auto row_of = [&](int r) { return row0 + own_row(r); };
   auto keys_of = [&](int row) { return k_bounds(row, p.sk, p.lo_shift, p.hi_shift); };
-  const unsigned q = shared_address(&shared.q) + 16 * rows16 * kRowBytes + along();
+  const unsigned q = shared_address(shared.q) + 16 * rows16 * kRowBytes + along();
   const unsigned of_keys = kKeys * share * kRowBytes + along();
   const unsigned of_values[2] = {down(0), down(1)};
 
@@ -129,35 +120,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   double top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
   Sums<kValueBoxes / ACROSS * 2> o;
   clear(o);
-  Turn<STAGES> turn;
-  // Slot `index`, or one of the next key blocks, into a buffer, when it is free.
+  Ring ring{shared_address(&shared.slots), shared_address(&shared.full),
+            shared_address(&shared.empty)};
+  // Slot `index`, or one of the next key blocks, goes into the ring.
   auto fill = [&](int i, int index, Turn<STAGES> to) {
     i += index / kSlots, index %= kSlots;
-    if (threadIdx.x % 32 != 0 || i >= work.blocks) return;
-    barrier_wait(shared_address(&shared.empty[to.stage]), to.round ^ 1);
-    copy(maps, work, shared.kv_head, i, index, shared_address(&shared.slots[to.stage]),
-         shared_address(&shared.full[to.stage]));
+    if (threadIdx.x % 32 == 0 && i < work.blocks)
+      ring.fill(to, [&](unsigned memory, unsigned full) {
+        copy(maps, work, shared.kv_head, i, index, memory, full);
+      });
   };
-  if (threadIdx.x == 0 && work.blocks > 0) {
+  if (work.blocks > 0) {
     const unsigned q_full = shared_address(&shared.q_full);
-    barrier_expect(q_full, sizeof(shared.q));
-    for (int n = 0; n < kHeadBoxes; ++n)
-      tensor_load(shared_address(&shared.q[n]), maps.q, q_full, n * kBoxColumns, work.q0, work.head,
-                  work.batch);
-  }
-  if (warp == 0) {
+    if (threadIdx.x == 0) {
+      barrier_expect(q_full, sizeof(shared.q));
+      for (int n = 0; n < kHeadBoxes; ++n)
+        tensor_load(shared_address(shared.q) + n * (kRows * kRowBytes), maps.q, q_full,
+                    n * kBoxColumns, work.q0, work.head, work.batch);
+    }
+    if (warp == 0) {
 #pragma unroll 1
-    for (Turn<STAGES> to; to.stage < kAhead; to.next()) fill(0, to.stage, to);
+      for (Turn<STAGES> to; to.stage < kAhead; to.next()) fill(0, to.stage, to);
+    }
+    barrier_wait(q_full, 0);
+    pair_rows(shared.q);
+    __syncthreads();
   }
   auto use = [&](int i, int index, auto products) {
-    if (index % WARPS == warp) fill(i, index + kAhead, turn.later(kAhead));
+    if (index % WARPS == warp) fill(i, index + kAhead, ring.turn.later(kAhead));
     __syncwarp();
-    barrier_wait(shared_address(&shared.full[turn.stage]), turn.round);
-    products(shared_address(&shared.slots[turn.stage]));
-    release(shared_address(&shared.empty[turn.stage]), true);
-    turn.next();
+    ring.use(products);
   };
-  if (work.blocks > 0) barrier_wait(shared_address(&shared.q_full), 0);
 #pragma unroll 1
   for (int i = 0; i < work.blocks; ++i) {
     const int k0 = (work.k_begin + i) * BLOCK_K;
@@ -168,21 +161,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       continue;
     }
     Sums<kKeys / 8> s;
-    clear(s);
-#pragma unroll 1
-    for (int slot = 0; slot < kKeySlots;) {
-      Sums<kKeys / 8> piece;
-      clear(piece);
-#pragma unroll 1
-      for (int n = 0; n < kPieceSlots; ++n, ++slot)
-        use(i, slot, [&](unsigned keys) {
-#pragma unroll
-          for (int n = 0; n < kKeyBoxes; ++n)
-            multiply_along(piece, q + (slot * kKeyBoxes + n) * (kRows * kRowBytes),
-                           keys + n * (BLOCK_K * kRowBytes) + of_keys);
+    multiply_scores<kHeadBoxes, kKeyBoxes>(
+        s, q, kRows * kRowBytes, BLOCK_K * kRowBytes, [&](int slot, auto products) {
+          use(i, slot, [&](unsigned keys) { products(keys + of_keys); });
         });
-      add(s, piece);
-    }
     auto key_of = [&](int t, int e) {
       return k0 + share * kKeys + 8 * t + spread(2 * lane_x() + e);
     };
@@ -251,35 +233,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      Sums<PART_K / 8> factors;
+      Factors<PART_K / 8> factors;
 #pragma unroll
       for (int t = 0; t < PART_K / 8; ++t)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = part * (PART_K / 8) + t;
-          if constexpr (ACROSS > 1) {
-            const Pair both = shared.p[rows16][at][e][threadIdx.x % 32];
-            factors[t][e] = both.x[0], factors[t][2 + e] = both.x[1];
-          } else {
-            factors[t][e] = s[at][e], factors[t][2 + e] = s[at][2 + e];
-          }
+          if constexpr (ACROSS > 1)
+            factors[t][e] = shared.p[rows16][at][e][threadIdx.x % 32];
+          else
+            factors[t][e] = {{s[at][e], s[at][2 + e]}};
         }
-#pragma unroll
-      for (int slot = 0; slot < kValueSlots; ++slot)
-        use(i, kKeySlots + part * kValueSlots + slot, [&](unsigned values) {
-#pragma unroll
-          for (int box = 0; box < kOwnBoxes; box += BOXES) {
-            Sums<2 * BOXES> product;
-            clear(product);
-            multiply_down<BOXES>(product, factors,
-                                 values + (share * kOwnBoxes + box) * (PART_K * kRowBytes),
-                                 PART_K * kRowBytes, of_values);
-#pragma unroll
-            for (int n = 0; n < 2 * BOXES; ++n)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) o[2 * (slot * kOwnBoxes + box) + n][e] += product[n][e];
-          }
-        });
+      add_products<kValueSlots, kOwnBoxes, BOXES>(
+          o, factors, of_values, [&](int slot, auto products) {
+            use(i, kKeySlots + part * kValueSlots + slot, [&](unsigned values) {
+              products(values + share * kOwnBoxes * (PART_K * kRowBytes));
+            });
+          });
     }
   }
 #pragma unroll
@@ -287,22 +257,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) sum[r] += __shfl_xor_sync(~0u, sum[r], lanes);
   exchange(sum, [](double x, double y) { return x + y; });
-  const Head<double> out(p.out, work.batch, work.head);
+  double inverse[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = row_of(r);
-    if (row >= p.sq) continue;
-    const double inverse = sum[r] == 0 ? 0 : 1 / sum[r];
-    if (lane_x() == 0 && share == 0)
-      static_cast<double*>(p.lse)[first_row(p, work.batch, work.head) + row] =
+    inverse[r] = sum[r] == 0 ? 0 : 1 / sum[r];
+    if (row_of(r) < p.sq && lane_x() == 0 && share == 0)
+      static_cast<double*>(p.lse)[first_row(p, work.batch, work.head) + row_of(r)] =
           sum[r] == 0 ? -kInfinity : top[r] + log(sum[r]);
-#pragma unroll
-    for (int n = 0; n < kValueBoxes / ACROSS * 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column =
-            (share * (kValueBoxes / ACROSS) + n / 2) * kBoxColumns + 4 * lane_x() + 2 * e + n % 2;
-        if (column < p.v_width) out.at(row, column) = o[n][2 * r + e] * inverse;
-      }
   }
+  store(Head<double>(p.out, work.batch, work.head), o, inverse,
+        share * (kValueBoxes / ACROSS) * kBoxColumns, row_of, p.sq, p.v_width);
 }

@@ -3,27 +3,41 @@
 #pragma once
 #include "mask.cuh"
 
+// A tile of a head. Heads in sections whose keys and values stay in the L2 cache together; in a
+// section tile 0 of all heads first, then tile 1 of all, ...: under a causal mask callers count
+// from the one that has the most to do.
+struct HeadTile {
+  int tile, head, batch;  // tile < 0: there is none of this index
+  DEVICE HeadTile(const Params& p, int index, int heads, int tiles, int section) {
+    // Else their reciprocals are kept in registers.
+    asm volatile("" : "+r"(tiles), "+r"(heads), "+r"(section));
+    if (index >= p.batch * heads * tiles) {
+      head = batch = 0, tile = -1;
+      return;
+    }
+    const int before = index / (section * tiles) * section;
+    const int together = min(section, p.batch * heads - before);
+    index -= before * tiles;
+    tile = index / together;
+    head = (before + index % together) % heads, batch = (before + index % together) / heads;
+  }
+};
+
 // A query tile and the key blocks that it sees.
 template <int kQueries, int kKeys>
 struct QueryWork {
   int head, batch, q0, k_begin, blocks;  // q0 < 0: none, the end
 
   QueryWork() = default;
-  // Heads in sections whose keys and values stay in the L2 cache together; in a section the last
-  // queries of all heads first, which under a causal mask have the most to do.
   DEVICE QueryWork(const Params& p, int index) {
-    int tiles = (p.sq + kQueries - 1) / kQueries, heads = p.heads;
-    asm volatile("" : "+r"(tiles), "+r"(heads));  // else their reciprocals are kept in registers
-    if (index >= p.batch * heads * tiles) {
-      head = batch = k_begin = blocks = 0, q0 = -1;
+    const int tiles = (p.sq + kQueries - 1) / kQueries;
+    const HeadTile at(p, index, p.heads, tiles, p.section);
+    head = at.head, batch = at.batch;
+    if (at.tile < 0) {
+      k_begin = blocks = 0, q0 = -1;
       return;
     }
-    const int first = index / (p.section * tiles) * p.section;
-    const int together = min(p.section, p.batch * heads - first);
-    const int rank = (index - first * tiles) / together;
-    const int flat = first + (index - first * tiles) % together;
-    head = flat % heads, batch = flat / heads;
-    q0 = (tiles - 1 - rank) * kQueries;
+    q0 = (tiles - 1 - at.tile) * kQueries;
     k_begin = k_bounds(q0, p.sk, p.lo_shift, p.hi_shift).lo / kKeys;
     const int k_end = k_bounds(min(q0 + kQueries, p.sq) - 1, p.sk, p.lo_shift, p.hi_shift).hi;
     blocks = max(0, (k_end + kKeys - 1) / kKeys - k_begin);
@@ -40,20 +54,15 @@ struct KeyWork {
   int total;            // tiles of queries of all heads; -1: there is no such tile of keys
 
   KeyWork() = default;
-  // So many heads at a time: the first tile of each, then the second of each. Under a causal mask
-  // the first keys have the most to do.
   DEVICE KeyWork(const Params& p, int index) {
-    int heads = p.heads / p.group, tiles = (p.sk + kKeys - 1) / kKeys, section = p.section;
-    asm volatile("" : "+r"(tiles), "+r"(heads), "+r"(section));  // as above
-    if (index >= p.batch * heads * tiles) {
+    const int heads = p.heads / p.group, tiles = (p.sk + kKeys - 1) / kKeys;
+    const HeadTile at(p, index, heads, tiles, p.section);
+    if (at.tile < 0) {
       total = -1;
       return;
     }
-    const int before = index / (section * tiles) * section;
-    const int together = min(section, p.batch * heads - before);
-    index -= before * tiles;
-    head = (before + index % together) % heads, batch = (before + index % together) / heads;
-    k0 = index / together * kKeys;
+    head = at.head, batch = at.batch;
+    k0 = at.tile * kKeys;
     const Bounds first = queries(p, k0), last = queries(p, min(k0 + kKeys, p.sk) - 1);
     q_first = first.lo / kQueries * kQueries;
     q_last = last.hi > q_first ? (last.hi - 1) / kQueries * kQueries : q_first - kQueries;
@@ -97,16 +106,12 @@ struct WideWork {
         hi_shift(kOfKeys ? 1 - p.lo_shift : p.hi_shift) {
     constexpr int kChunks = (kWidth + kChunk - 1) / kChunk;
     const int heads = kOfKeys ? p.heads / p.group : p.heads;
-    const int tiles = (rows + kRows - 1) / kRows, index = blockIdx.x / kChunks;
+    const int tiles = (rows + kRows - 1) / kRows;
     column0 = blockIdx.x % kChunks * kChunk;
-    // Heads in sections, as in QueryWork: under a causal mask the longest first, the last queries or
-    // the first keys.
-    const int before = index / (p.section * tiles) * p.section;
-    const int together = min(p.section, p.batch * heads - before);
-    const int rank = (index - before * tiles) / together;
-    const int flat = before + (index - before * tiles) % together;
-    row0 = (kOfKeys ? rank : tiles - 1 - rank) * kRows;
-    head = flat % heads, batch = flat / heads;
+    const HeadTile at(p, blockIdx.x / kChunks, heads, tiles,
+                      kOfKeys ? max(1, p.section / p.group) : p.section);
+    row0 = (kOfKeys ? at.tile : tiles - 1 - at.tile) * kRows;
+    head = at.head, batch = at.batch;
     first = seen(row0), last = seen(min(row0 + kRows, rows) - 1);
     start = {kOfKeys ? head * p.group : head / p.group, first.lo / kStreamed * kStreamed};
     end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);

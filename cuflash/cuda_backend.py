@@ -16,6 +16,7 @@ from . import _compile
 from .cuda_tiles import (
     BACKWARD_HOPPER,
     BACKWARD_HOPPER_32,
+    BACKWARD_HOPPER_64,
     FORWARD_HOPPER,
     FORWARD_HOPPER_32,
     FORWARD_HOPPER_64,
@@ -25,6 +26,7 @@ from .cuda_tiles import (
     ForwardOnHopper,
     HopperBackward,
     HopperDouble,
+    HopperDoubleBackward,
     HopperTiles,
     OnHopper,
     Portable,
@@ -91,9 +93,9 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         return Config(of_parts[row], BACKWARD_HOPPER_32[row])
     forward_table, backward_table = tables(problem.dtype, capability)
     backward = first(backward_table, backward_steps, shared_limit)
-    if capability == 90 and problem.dtype == "float64" and 64 < width <= max(FORWARD_HOPPER_64):
+    if capability == 90 and problem.dtype == "float64":
         row = next(w for w in FORWARD_HOPPER_64 if w >= width)
-        return Config(FORWARD_HOPPER_64[row], backward)
+        return Config(FORWARD_HOPPER_64[row], BACKWARD_HOPPER_64.get(row, backward))
     return Config(first(forward_table, forward_steps, forward_limit), backward)
 
 
@@ -303,15 +305,17 @@ def backward(
     dlse = None if dlse is None else cupy.ascontiguousarray(dlse)
     pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     inputs = [q, k, v, dout]
-    on_16_bits = isinstance(tiles, OnHopper) and problem.dtype in ELEMENTS
-    if on_16_bits and not _fit_for_tensor_maps(2, *_described(inputs)[1]):
+    mapped_as_they_are = isinstance(tiles, OnHopper) and problem.dtype != "float32"
+    if mapped_as_they_are and not _fit_for_tensor_maps(problem.itemsize, *_described(inputs)[1]):
         q, k, v, dout = [_aligned_copy(x) for x in inputs]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
+    if deterministic and isinstance(tiles, HopperBackward | HopperDoubleBackward):
+        tiles = tiles._replace(turns_from=0)
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
     rows += [stats.data.ptr, stats.data.ptr + stats.nbytes // 2]  # lse in base 2, and delta
-    sums, turns, tickets = workspace(problem, tiles, deterministic)
+    sums, turns, tickets = workspace(problem, tiles)
     if sums + turns:
         numbers = cupy.ndarray(sums + turns + tickets, cupy.float32).data
         start = 4 * sums if turns and tickets else 0  # see bwd_sm90.cu
@@ -339,6 +343,8 @@ def backward_boxes(tiles: OnHopper, vector: bool) -> list[tuple[int, ...]]:
         return [(tiles.streamed, 128, 128, tiles.streamed, *([64, 64] if vector else []))]
     if isinstance(tiles, WideHopper):
         return [(64, 64, 64, 64)] * 3
+    if isinstance(tiles, HopperDoubleBackward):
+        return [(tiles.part, tiles.resident, tiles.resident, tiles.part)]
     of_q = tiles.queries, tiles.keys, tiles.keys, tiles.queries
     return [of_q, (tiles.streamed, 64, 64, tiles.streamed)]
 
@@ -391,10 +397,12 @@ def _backward_plan(
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
     encoders = []
-    if isinstance(tiles, WideTiles | WideHopper):
-        section = _section(
-            problem, 2 * _limits(device)[2] / max(1, -(-problem.sq // tiles.resident))
-        )
+    heads = problem.batch * problem.heads
+    if isinstance(tiles, HopperDoubleBackward) and heads >= tiles.turns_from:
+        section = heads  # blocks of a head wait for each other
+    elif isinstance(tiles, WideTiles | WideHopper | HopperDoubleBackward):
+        tiles_of_head = max(1, -(-problem.sq // tiles.resident))
+        section = _section(problem, 2 * _limits(device)[2] / tiles_of_head)
     else:
         section = tiles.together if isinstance(tiles, OnHopper) else 0
     if isinstance(tiles, OnHopper):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -102,7 +103,24 @@ class HopperDouble(NamedTuple):
         return 128 // self.across
 
 
-OnHopper = HopperBackward | HopperTwoPass | WideHopper
+class HopperDoubleBackward(NamedTuple):
+    """float64: 16 keys stay with each `across` warps, of eight."""
+
+    across: int  # each has so much of the columns of dK and dV
+    turns_from: int  # heads, as in HopperBackward
+    streamed: int = 64  # queries of which scores are made at a time
+
+    @property
+    def resident(self) -> int:
+        return 128 // self.across
+
+    @property
+    def part(self) -> int:
+        """Queries that are multiplied at a time for dK and dV: whole slots for all these warps."""
+        return min(32, 128 // self.across)
+
+
+OnHopper = HopperBackward | HopperTwoPass | WideHopper | HopperDoubleBackward
 SplitTiles = HopperTiles | HopperTwoPass | WideHopper
 Portable = Tiles | WideTiles
 ForwardOnHopper = HopperTiles | WideHopper | HopperDouble
@@ -149,12 +167,19 @@ FORWARD_HOPPER_TF32 = {
     192: HopperTiles(128, 64, parts=1),  # 370 / 238
     256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
-# float64 wider than 64; to 64 FORWARD_MMA is 2 TFLOP/s faster. 16 heads (512: 8), S = 4096, full /
-# causal, beside FORWARD_MMA and the materialised formula.
-FORWARD_HOPPER_64 = {
+# float64. 16 heads (512: 8), S = 4096, full / causal, beside FORWARD_MMA and the materialised
+# formula.
+FORWARD_HOPPER_64: dict[int, ForwardOnHopper] = {
+    64: HopperDouble(64, 64, 2),
     128: HopperDouble(32, 32, 2),  # 39.6 / 38.6; 36.6 / 35.6; 15.5
     256: HopperDouble(64, 32, 2, across=2),  # 41.3 / 39.3; 31.7 / 31.5; 24.6
-    512: HopperDouble(64, 32, 1, across=4),  # 35.3 / 34.8; 25.9 / 25.1; 33.3
+    512: HopperDouble(128, 32, 1, across=4),  # 35.3 / 34.8; 25.9 / 25.1; 33.3
+    1024: HopperDouble(128, 16, 1, across=8),
+}
+BACKWARD_HOPPER_64: dict[int, OnHopper] = {
+    128: HopperDoubleBackward(2, turns_from=16),
+    256: HopperDoubleBackward(4, turns_from=sys.maxsize),
+    512: HopperDoubleBackward(8, turns_from=sys.maxsize),
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
     64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392

@@ -16,6 +16,7 @@ from .cuda_tiles import (
     ForwardOnHopper,
     HopperBackward,
     HopperDouble,
+    HopperDoubleBackward,
     HopperTiles,
     HopperTwoPass,
     OnHopper,
@@ -98,6 +99,8 @@ def backward_steps(
         steps = _sm90_steps
     elif isinstance(tiles, HopperTwoPass):
         steps = _sm90_two_pass_steps
+    elif isinstance(tiles, HopperDoubleBackward):
+        steps = _fp64_steps
     elif isinstance(tiles, WideTiles | WideHopper):
         steps = _wide_steps
     else:
@@ -345,28 +348,53 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
 
 
 def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
-    slot = 16 * KIB  # whole ones of both K and V for each 64 columns
-    d, dv = rounded_up(problem.d, 64), rounded_up(problem.dv, 64)
+    # Whole slots of both K and V, in which each warp has 16 columns of V.
+    d, dv = rounded_up(problem.d, 64), rounded_up(problem.dv, max(64, 16 * tiles.across))
     # Q; numbers of rows, exponentials that warps share, the table of powers and barriers.
     fixed = 8 * tiles.resident * d + 3 * KIB
     fixed += 8 * tiles.resident * tiles.streamed if tiles.across > 1 else 0
-    stages = (227 * KIB - fixed) // slot
     macros = {
-        "REAL": "double",
-        "HEAD_DIM": d,
-        "VALUE_DIM": dv,
-        "ACROSS": tiles.across,
         "BLOCK_K": tiles.streamed,
         "PART_K": tiles.part,
         "BOXES": tiles.boxes,
-        "SLOT": slot,
+        "TRANSFORM": _transform(problem),
+    }
+    return _fp64_ring(
+        "fwd_sm90_fp64", "fwd_sm90_fp64", problem, tiles, True, (d, dv), macros, fixed
+    )
+
+
+def _fp64_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
+    # Whole slots: 16 columns of each warp in it.
+    d, dv = (rounded_up(width, max(64, 16 * tiles.across)) for width in (problem.d, problem.dv))
+    # K and V; P or dS; work, the table of powers and barriers.
+    fixed = 8 * tiles.resident * (d + dv + tiles.streamed) + KIB
+
+    def step(entry):
+        return _fp64_ring("bwd_sm90_fp64", entry, problem, tiles, vector, (d, dv), {}, fixed)
+
+    heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
+    return [
+        (step("row_delta"), -(-heads * problem.sq // DELTA_ROWS)),
+        (step("bwd_sm90_fp64"), heads_kv * -(-problem.sk // tiles.resident)),
+    ]
+
+
+def _fp64_ring(file, entry, problem, tiles, vector, widths, macros, fixed) -> Variant:
+    """With as many slots as fit beside `fixed` bytes of shared memory."""
+    slot = 16 * KIB
+    stages = (227 * KIB - fixed) // slot
+    macros = {
+        "REAL": "double",
+        "HEAD_DIM": widths[0],
+        "VALUE_DIM": widths[1],
+        "ACROSS": tiles.across,
         "STAGES": stages,
         "LAG": min(3, stages // 2),
-        "TRANSFORM": _transform(problem),
         "SOFTCAP": int(problem.softcap is not None),
+        **macros,
     }
-    shared = fixed + stages * slot
-    return _variant("fwd_sm90_fp64", "fwd_sm90_fp64", 8, True, macros, shared)
+    return _variant(file, entry, 8, vector, macros, fixed + stages * slot)
 
 
 def split_step(p: Problem, tiles: SplitTiles, forward: bool, vector: bool) -> tuple[Variant, int]:
@@ -454,21 +482,22 @@ def _variant(file, entry, warps, vector, macros, shared) -> Variant:
 
 def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
     """Rows of lse in base 2 and of delta: Hopper copies whole tiles of them."""
-    queries = tiles.streamed if isinstance(tiles, OnHopper) else 1
+    whole = isinstance(tiles, OnHopper) and p.dtype != "float64"
+    queries = tiles.streamed if whole else 1
     return p.batch * p.heads * rounded_up(p.sq, queries)
 
 
-def workspace(
-    problem: Problem, tiles: Portable | OnHopper, deterministic: bool
-) -> tuple[int, int, int]:
+def workspace(problem: Problem, tiles: Portable | OnHopper) -> tuple[int, int, int]:
     """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
     if isinstance(tiles, HopperTwoPass | WideTiles | WideHopper):
         return 0, 0, 0
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperBackward):
-        turns = q_tiles if deterministic or heads >= tiles.turns_from else 0
+        turns = q_tiles if heads >= tiles.turns_from else 0
         return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
+    if isinstance(tiles, HopperDoubleBackward):
+        return 0, q_tiles * 8 if heads >= tiles.turns_from else 0, 0
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
         return 0, turns * _chunks(problem.d, tiles)[1], 0

@@ -28,12 +28,13 @@ ARCHITECTURES = {
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
 #: bwd_sm90: of the copying thread, once for each tile of keys; and with a softcap, results of any
 #: strides and d = 128 once at the end of it. wide_sm90: float32, 8 in out, 24 in dK, 92 in dQ.
-#: fwd_simt/mma: float64 of 64 columns, where P V is summed tile by tile. fwd_sm90_fp64: a width of
-#: 128; with slots of half the size 196, and slower (docs/kernels.md).
+#: fwd_simt/mma: float64 of 64 columns, where P V is summed tile by tile. fwd_sm90_fp64,
+#: bwd_sm90_fp64: a width of 128; forward with slots of half the size 196, and slower.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "fwd_simt/mma": 32,
     "bwd_simt": 8, "fwd_sm90": 0, "bwd_sm90": 44, "bwd_sm90_kv": 0, "bwd_sm90_q": 0, "split": 0,
-    "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92, "fwd_sm90_fp64": 930,
+    "split_rows": 0, "wide_sm80": 20, "wide_sm90": 92, "fwd_sm90_fp64": 960,
+    "bwd_sm90_fp64": 896,
 }  # fmt: skip
 
 
@@ -62,8 +63,11 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
         return [v for v in variants if v.entry != "row_delta"]
 
     backward = [steps(problem(width), tiles, True) for width, tiles in with_widths(backward_table)]
-    if arch == "sm_90a" and dtype != "float64":
-        if dtype == "float32":
+    if arch == "sm_90a":
+        if dtype == "float64":
+            forwards = (cuda_tiles.FORWARD_HOPPER_64,)
+            backwards, all_parts, softcap = cuda_tiles.BACKWARD_HOPPER_64, (), 2.0
+        elif dtype == "float32":
             forwards = cuda_tiles.FORWARD_HOPPER_32, cuda_tiles.FORWARD_HOPPER_TF32
             backwards, all_parts, softcap = cuda_tiles.BACKWARD_HOPPER_32, (2, 1), None
         else:
@@ -77,19 +81,13 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             variant
             for rows in (*(table.items() for table in forwards), *wide)
             for width, tiles in rows
-            for vector in (True, False)
-            for variant, _ in cuda_variants.forward_steps(problem(width), tiles, vector)
+            for cap, vector in ((None, True), (softcap if dtype == "float64" else None, False))
+            for variant, _ in cuda_variants.forward_steps(problem(width, cap), tiles, vector)
         ]
         backward += [
             steps(problem(width, cap), tiles, vector)
-            for width, tiles in (*backwards.items(), *wide[0])
+            for width, tiles in (*backwards.items(), *(wide[0] if wide else ()))
             for cap, vector in ((None, True), (softcap, False))
-        ]
-    if arch == "sm_90a" and dtype == "float64":
-        forward += [
-            cuda_variants.forward_variant(problem(width, cap), tiles, True)
-            for width, tiles in cuda_tiles.FORWARD_HOPPER_64.items()
-            for cap in (None, 2.0)
         ]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [

@@ -56,7 +56,9 @@ def configs():
         backward = cuda_tiles.BACKWARD_HOPPER_32[width]
         yield "float32", width, cuda_backend.Config(tiles, backward)
     for width, tiles in cuda_tiles.FORWARD_HOPPER_64.items():
-        backward = next(rows[0] for w, rows in cuda_tiles.BACKWARD_MMA.items() if w >= width)
+        backward = cuda_tiles.BACKWARD_HOPPER_64.get(width) or next(
+            rows[0] for w, rows in cuda_tiles.BACKWARD_MMA.items() if w >= width
+        )
         yield "float64", width, cuda_backend.Config(tiles, backward)
     for dtype, parts in (("float16", 0), ("bfloat16", 0), ("float32", 2)):
         for width in (320, 512, 1024):
@@ -118,12 +120,13 @@ def test_float64_on_hopper(i, case):
 
     needs_hopper()
     run = Run(case, cupy)
-    tiles = list(cuda_tiles.FORWARD_HOPPER_64.values())[i % 3]
-    config = replace(portable_config("float64", case.d, case.dv), forward=tiles)
+    tables = cuda_tiles.FORWARD_HOPPER_64, cuda_tiles.BACKWARD_HOPPER_64
+    config = cuda_backend.Config(*(list(table.values())[i % len(table)] for table in tables))
     out, lse = run.forward(backend="cuda", config=config)
     run.check_forward(out, lse)
     again, lse_again = run.forward(backend="cuda", config=config)
     assert bool((out == again).all()) and bool((lse == lse_again).all())
+    run.check_backward(run.backward(out, lse, backend="cuda", config=config))
 
 
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
@@ -135,12 +138,32 @@ def test_float64_of_many_keys_is_as_exact_as_the_formula(scale, d):
     q, k, v = (normal(cupy, 1, 1, n, d, dtype="float64", seed=n) for n in (32, 8192, 8193))
     v, q = v[:, :, 1:], scale * q
     out = flash_attention(q, k, v, backend="cuda")
-    s = q @ k.swapaxes(-1, -2) * d**-0.5
-    p = cupy.exp(s - s.max(-1, keepdims=True))
-    plain = p / p.sum(-1, keepdims=True) @ v
+    plain = attention_reference(q, k, v)
     want = attention_reference(*map(host, (q, k, v)), dtype="longdouble")
-    errors = [np.sqrt(np.mean(np.square(host(x) - want))) for x in (out, plain)]
-    assert errors[0] <= 2 * errors[1]
+    assert root_mean_square(out, want) <= 2 * root_mean_square(plain, want)
+
+
+def root_mean_square(x, want):
+    return np.sqrt(np.mean(np.square(host(x) - want)))
+
+
+@pytest.mark.parametrize("d", [128, 256, 512])
+@pytest.mark.parametrize("scale", [1, 30])
+def test_float64_gradients_of_many_queries_are_as_exact_as_the_formula(scale, d):
+    import cupy
+
+    needs_hopper()
+    dout, q, k, v = (
+        normal(cupy, 1, 1, n, d, dtype="float64", seed=seed)
+        for seed, n in enumerate((4096, 4096, 32, 32))
+    )
+    q = scale * q
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cuda")
+    grads = flash_attention_grad(dout, q, k, v, out, lse, backend="cuda")
+    plain = attention_reference_grad(dout, q, k, v)
+    want = attention_reference_grad(*map(host, (dout, q, k, v)), dtype="longdouble")
+    for grad, by_formula, exact in zip(grads, plain, want, strict=True):
+        assert root_mean_square(grad, exact) <= 2 * root_mean_square(by_formula, exact)
 
 
 @pytest.mark.parametrize(("n", "batch", "heads"), [(1100, 2, 24), (6000, 1, 2)])

@@ -1,7 +1,7 @@
 """The CUDA kernels themselves, run on CPU threads: right numbers on a machine without a GPU.
 
-`cuda_on_cpu.h` and `.cpp` stand for CUDA, `common_on_cpu.cuh` and `hopper_on_cpu.cuh` for the
-PTX of `common.cuh` and `hopper.cuh`; all else is what NVRTC gets.
+`cuda_on_cpu.h` and `.cpp` stand for CUDA, and `common_on_cpu.cuh`, `hopper_on_cpu.cuh` and
+`wgmma_on_cpu.cuh` for the PTX of those headers; all else is what NVRTC gets.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cuflash.cuda_backend import Config
 from cuflash.cuda_tiles import (
     HopperBackward,
     HopperDouble,
+    HopperDoubleBackward,
     HopperTiles,
     HopperTwoPass,
     SplitTiles,
@@ -60,7 +61,7 @@ def compiler(tmp_path_factory):
     if compiler is None or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs g++ with C++20 to run CUDA sources on the CPU")
     shutil.copytree(_compile.SOURCES, folder / "src")
-    for name in ("common", "hopper"):
+    for name in ("common", "hopper", "wgmma"):
         shutil.copy(HERE / f"{name}_on_cpu.cuh", folder / "src" / f"{name}.cuh")
     # The header, which takes longer to read than most kernels to compile, is read once.
     for name in ("cuda_on_cpu.h", "cuda_on_cpu.cpp"):
@@ -237,17 +238,26 @@ def test_float64_on_tensor_cores(case, tiles, backward_tiles, on_cpu):
 
 HOPPER_DOUBLE_CASES = [
     (case(150, 90, d=40, dv=24, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
-          layout="contiguous"), HopperDouble(32, 32, 1)),
+          layout="contiguous"), HopperDouble(32, 32, 1),
+     HopperDoubleBackward(2, turns_from=0)),
     (case(70, 200, d=64, dv=64, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
-          causal="top_left"), HopperDouble(64, 64, 1)),
+          causal="top_left"), HopperDouble(64, 64, 1),
+     HopperDoubleBackward(2, turns_from=99)),
     (case(130, 100, d=128, dv=100, batch=1, heads=1, heads_kv=1, dtype="float64", scale=-0.5,
-          layout="contiguous", window=(9, None)), HopperDouble(64, 32, 2)),
+          layout="contiguous", window=(9, None)), HopperDouble(64, 32, 2),
+     HopperDoubleBackward(2, turns_from=0)),
     (case(90, 70, d=200, dv=24, batch=1, heads=1, heads_kv=1, dtype="float64", softcap=2.0,
-          layout="bshd"), HopperDouble(64, 32, 1, across=2)),
+          layout="bshd"), HopperDouble(64, 32, 1, across=2),
+     HopperDoubleBackward(4, turns_from=99)),
     (case(9, 3, d=8, dv=8, batch=2, heads=1, heads_kv=1, dtype="float64", causal=True,
-          layout="contiguous"), HopperDouble(64, 32, 1, across=2)),
+          layout="contiguous"), HopperDouble(64, 32, 1, across=2),
+     HopperDoubleBackward(4, turns_from=0)),
     (case(50, 150, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64",
-          layout="contiguous", window=(20, 9)), HopperDouble(64, 32, 1, across=4)),
+          layout="contiguous", window=(20, 9)), HopperDouble(128, 32, 1, across=4),
+     HopperDoubleBackward(8, turns_from=99)),
+    (case(20, 150, d=784, dv=600, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
+          causal=True), HopperDouble(128, 16, 1, across=8),
+     Tiles(32, 64, 4, across=2, slice=32, whole=False, mma=True, chunk=160)),
 ]  # fmt: skip
 
 
@@ -260,7 +270,7 @@ def backward(backend, problem, tiles, run, out, lse):
         (2, cuda_variants.stats_rows(problem, tiles)), np.nan, problem.compute
     )
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
-    sizes = cuda_variants.workspace(problem, tiles, False)
+    sizes = cuda_variants.workspace(problem, tiles)
     sums, turns, tickets = (np.zeros(n, "f4") for n in sizes)
     if turns.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
@@ -334,10 +344,19 @@ def hopper(on_cpu):
     return forward
 
 
-@pytest.mark.parametrize(("case", "tiles"), HOPPER_CASES + HOPPER_DOUBLE_CASES, ids=str)
+@pytest.mark.parametrize(("case", "tiles"), HOPPER_CASES, ids=str)
 def test_hopper(case, tiles, hopper):
     run = Run(case, np)
     run.check_forward(*hopper(tiles, run.q, run.k, run.v, **run.options))
+
+
+@pytest.mark.parametrize(("case", "tiles", "backward_tiles"), HOPPER_DOUBLE_CASES, ids=str)
+def test_float64_on_hopper(case, tiles, backward_tiles, hopper, on_cpu):
+    run = Run(case, np)
+    out, lse = hopper(tiles, run.q, run.k, run.v, **run.options)
+    run.check_forward(out, lse)
+    problem, *_ = canonical(run.q, run.k, run.v, **run.options)
+    run.check_backward(backward(on_cpu, problem, backward_tiles, run, out, lse))
 
 
 def test_hopper_gives_a_head_the_same_bits_whatever_else_a_block_computes(hopper):

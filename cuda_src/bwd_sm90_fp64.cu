@@ -1,0 +1,332 @@
+// Backward for float64 on Hopper: tensor copies (TMA), and products by mma.sync.
+//
+//   row_delta      delta = rowsum(dO * O) - dlse, and dQ = 0
+//   bwd_sm90_fp64  a block per tile of keys of a key/value head: dV += P^T dO, dK += dS^T Q, and
+//                  dQ += dS K in memory: as it comes, or if there are counters in turns, as in
+//                  bwd_simt.cu
+//
+// K and V of a block stay. Queries come kStreamed at a time in slots of a ring, in the order they
+// are used: Q for S, dO for dV, dO for dP, Q for dK; for dV and dK kPart of them at a time, and a
+// part of the columns of each warp. ACROSS warps share 16 keys: each makes as large a part of S^T
+// and dP^T, and has as many columns of dK and dV. P and dS pass through shared memory, in pairs of
+// two keys: of 16 keys 128 bytes a query, permuted as boxes are. So they are left operands for dV
+// and dK, and dS the right one for dQ^T = K^T dS^T, of which a warp makes 16 rows, columns of K, at
+// a time.
+// Options: HEAD_DIM, VALUE_DIM (padded to 64), ACROSS, STAGES (slots), LAG (turns that a warp may
+// be before another), WARPS, SOFTCAP, VECTOR (of row_delta). Source: Dao 2023, arXiv:2307.08691,
+// algorithm 2.
+#include "delta.cuh"
+#include "exponential.cuh"
+#include "fp64_sm90.cuh"
+#include "work.cuh"
+
+constexpr int kRows = 16 * WARPS / ACROSS, kStreamed = 64;
+constexpr int kShare = kStreamed / ACROSS;  // queries of which a warp makes scores
+constexpr int kPart = ACROSS < 8 ? 32 : 16, kParts = kStreamed / kPart;
+constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
+// Boxes of a slot: for scores, for products, and of these for one warp.
+constexpr int kScoreBoxes = kSlotBytes / (kStreamed * kRowBytes);
+constexpr int kTimesBoxes = kSlotBytes / (kPart * kRowBytes), kOwnBoxes = kTimesBoxes / ACROSS;
+constexpr int kHeadTimes = kHeadBoxes / kTimesBoxes, kValueTimes = kValueBoxes / kTimesBoxes;
+// The first slots of what a tile of queries is used for, after S, and their number.
+constexpr int kForDv = kHeadBoxes / kScoreBoxes, kForDp = kForDv + kParts * kValueTimes;
+constexpr int kForDk = kForDp + kValueBoxes / kScoreBoxes, kSlots = kForDk + kParts * kHeadTimes;
+constexpr int kAhead = STAGES - LAG;
+static_assert(kAhead <= kSlots, "at most one tile ahead");
+static_assert(kHeadTimes * kTimesBoxes == kHeadBoxes && kValueTimes * kTimesBoxes == kValueBoxes,
+              "whole slots");
+
+using Work = KeyWork<kRows, kStreamed>;
+
+// Tile number n of queries.
+struct Place {
+  int n, head, q0;
+};
+
+struct Shared {
+  __align__(1024) char own[(kHeadBoxes + kValueBoxes) * kRows * kRowBytes];
+  __align__(1024) char slots[STAGES][kSlotBytes];
+  __align__(1024) char scores[kRows / 16][kStreamed * kRowBytes];  // P, then dS
+  Powers powers;
+  Work work;
+  unsigned long long own_full, full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "shared memory here and in cuda_variants.py differ");
+
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+// Slot `index` of a tile.
+DEVICE void copy(const TensorMaps& maps, Place at, int batch, int index, unsigned to,
+                 unsigned full) {
+  const bool of_q = index < kForDv || index >= kForDk;
+  const TensorMap& map = of_q ? maps.q : maps.dout;
+  if (index < kForDv || (index >= kForDp && index < kForDk)) {
+    const int box = (index - (of_q ? 0 : kForDp)) * kScoreBoxes;
+#pragma unroll
+    for (int n = 0; n < kScoreBoxes; ++n)
+#pragma unroll
+      for (int i = 0; i < kStreamed; i += kPart)
+        tensor_load(to + (n * kStreamed + i) * kRowBytes, map, full, (box + n) * kBoxColumns,
+                    at.q0 + i, at.head, batch);
+    return;
+  }
+  const int slots = of_q ? kHeadTimes : kValueTimes, slot = index - (of_q ? kForDk : kForDv);
+  const int share = (of_q ? kHeadBoxes : kValueBoxes) / ACROSS;
+#pragma unroll
+  for (int n = 0; n < kTimesBoxes; ++n)  // those of a warp, then those of the next
+    tensor_load(to + n * kPart * kRowBytes, map, full,
+                (n / kOwnBoxes * share + slot % slots * kOwnBoxes + n % kOwnBoxes) * kBoxColumns,
+                at.q0 + slot / slots * kPart, at.head, batch);
+}
+
+extern "C" __global__ void row_delta(const Params p) {
+  write_delta<double, double>(
+      p, [](double x) { return x; },
+      [&](long long, int batch, int head, int i, int lane, int lanes) {
+        const Head<double> dq(p.dq, batch, head);
+        for (int c = lane; c < p.d; c += lanes) dq.at(i, c) = 0;
+      });
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+    bwd_sm90_fp64(const Params p, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&shared.own_full), 1);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(shared_address(&shared.full[i]), 1);
+      barrier_init(shared_address(&shared.empty[i]), WARPS);
+    }
+    barrier_init_fence();
+    shared.work = Work(p, blockIdx.x);
+  }
+  write(shared.powers);
+  __syncthreads();
+  const Work& work = shared.work;  // there, and not in registers
+  const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
+  auto key_of = [&](int r) { return work.k0 + 16 * rows16 + own_row(r); };
+  const unsigned own = shared_address(shared.own) + 16 * rows16 * kRowBytes + along();
+  const unsigned of_scores = kShare * share * kRowBytes + along();
+  const unsigned of_columns[2] = {down(0), down(1)};
+  // In `scores`, of eight queries: a lane's own pairs, of each e, and those of another lane's.
+  auto pair_at = [](int query, int key) { return group_at(spread(query), spread(key)); };
+  const unsigned mine[2] = {pair_at(2 * lane_x(), lane_y()), pair_at(2 * lane_x() + 1, lane_y())};
+  const unsigned turned[2] = {pair_at(lane_y(), 2 * lane_x()), pair_at(lane_y(), 2 * lane_x() + 1)};
+  // In a box of K: column y of a lane's key of eight, where pair_rows() has put it.
+  auto key_at = [](int key, int y) {
+    return y % 2 * kEightRows + group_at(spread(key), y / 2 ^ y % 2 * 4);
+  };
+  const unsigned of_keys[2] = {key_at(2 * lane_x(), lane_y()), key_at(2 * lane_x() + 1, lane_y())};
+  auto meet = [&] { named_sync(1 + rows16, 32 * ACROSS); };
+  const Score score(p);
+  const Exponential exponential(1, shared.powers);
+
+  Sums<kHeadBoxes / ACROSS * 2> dk;
+  Sums<kValueBoxes / ACROSS * 2> dv;
+  clear(dk), clear(dv);
+
+  Ring ring{shared_address(&shared.slots), shared_address(&shared.full),
+            shared_address(&shared.empty)};
+  auto after = [&](Place at) {
+    work.step(at.q0, at.head);
+    return Place{at.n + 1, at.head, at.q0};
+  };
+  // Slot `index`, or one of the next tile, goes into the ring.
+  auto fill = [&](Place at, int index, Turn<STAGES> to) {
+    if (threadIdx.x % 32 != 0) return;
+    if (index >= kSlots) at = after(at), index -= kSlots;
+    if (at.n < work.total)
+      ring.fill(to, [&](unsigned memory, unsigned full) {
+        copy(maps, at, work.batch, index, memory, full);
+      });
+  };
+  const Place start = {0, work.head * p.group, work.q_last};
+  if (work.total > 0) {
+    const unsigned own_full = shared_address(&shared.own_full);
+    if (threadIdx.x == 0) {
+      barrier_expect(own_full, sizeof(shared.own));
+#pragma unroll 1
+      for (int n = 0; n < kHeadBoxes + kValueBoxes; ++n) {
+        const bool of_k = n < kHeadBoxes;
+        tensor_load(shared_address(shared.own) + n * (kRows * kRowBytes), of_k ? maps.k : maps.v,
+                    own_full, (of_k ? n : n - kHeadBoxes) * kBoxColumns, work.k0, work.head,
+                    work.batch);
+      }
+    }
+    if (warp == 0) {
+#pragma unroll 1
+      for (Turn<STAGES> to; to.stage < kAhead; to.next()) fill(start, to.stage, to);
+    }
+    barrier_wait(own_full, 0);
+    pair_rows(shared.own);
+    __syncthreads();
+  }
+  auto use = [&](Place at, int index, auto products) {
+    if (index % WARPS == warp) fill(at, index + kAhead, ring.turn.later(kAhead));
+    __syncwarp();
+    ring.use(products);
+  };
+  // Slots from `first` on, for scores.
+  auto slots_from = [&](Place at, int first) {
+    return [&, at, first](int slot, auto products) {
+      use(at, first + slot, [&](unsigned theirs) { products(theirs + of_scores); });
+    };
+  };
+  // result += what is in `scores` theirs, from slot `first` on.
+  auto add_times = [&](auto& result, Place at, int first) {
+    constexpr int kTimes = sizeof(result) / sizeof(Sums<2 * kOwnBoxes>);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Factors<kPart / 8> factors;
+#pragma unroll
+      for (int t = 0; t < kPart / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          factors[t][e] = load_pair(shared_address(shared.scores[rows16]) +
+                                    (part * kPart / 8 + t) * kEightRows + mine[e]);
+      add_products<kTimes, kOwnBoxes, kOwnBoxes>(
+          result, factors, of_columns, [&](int slot, auto products) {
+            use(at, first + part * kTimes + slot, [&](unsigned theirs) {
+              products(theirs + share * kOwnBoxes * (kPart * kRowBytes));
+            });
+          });
+    }
+  };
+  auto put = [&](int t, int e, double x, double y) {
+    char* const of_share = shared.scores[rows16] + share * kShare * kRowBytes;
+    *reinterpret_cast<Pair*>(of_share + t * kEightRows + mine[e]) = {{x, y}};
+  };
+  const auto* all_lse = static_cast<const double*>(p.lse);
+  const auto* all_delta = static_cast<const double*>(p.delta);
+
+  // Lane 0 of a warp takes its turn at its columns of dQ, and passes it on once what was added is
+  // there.
+  int held = -1;
+  auto take_turn = [&](Place at) {
+    if (threadIdx.x % 32 == 0) {
+      const int tiles = (p.sq + kStreamed - 1) / kStreamed;
+      held = ((work.batch * p.heads + at.head) * tiles + at.q0 / kStreamed) * WARPS + warp;
+      const int before = work.turn(p, at.q0);
+      while (load_acquire(p.counters + held) != before) continue;
+    }
+    __syncwarp();
+  };
+  auto pass_turn = [&] {
+    __syncwarp();
+    if (held < 0) return;
+    fence();
+    count_up(p.counters + held);
+    held = -1;
+  };
+
+#pragma unroll 1
+  for (Place at = start; at.n < work.total; at = after(at)) {
+    auto query_of = [&](int t, int e) {
+      return at.q0 + share * kShare + 8 * t + spread(2 * lane_x() + e);
+    };
+    // Of the queries' lse or delta.
+    auto load_rows = [&](double (&x)[kShare / 8][2], const double* all, double none) {
+#pragma unroll
+      for (int t = 0; t < kShare / 8; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          x[t][e] = query_of(t, e) < p.sq ? all[first_row(p, work.batch, at.head) + query_of(t, e)]
+                                          : none;
+    };
+    const Bounds first = Work::queries(p, work.k0);
+    const Bounds last = Work::queries(p, min(work.k0 + kRows, p.sk) - 1);
+    const bool whole = at.q0 >= last.lo && at.q0 + kStreamed <= first.hi && work.k0 + kRows <= p.sk;
+    // Of each r, where not all see each other; 0 times what does not exist may be NaN.
+    Bounds seen[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      seen[r] = key_of(r) < p.sk ? Work::queries(p, key_of(r)) : Bounds{0, 0};
+    auto hidden = [&](int r, int t, int e) {
+      return !whole && (query_of(t, e) < seen[r].lo || query_of(t, e) >= seen[r].hi);
+    };
+
+    double rows[kShare / 8][2];
+    load_rows(rows, all_lse, kInfinity);
+    Sums<kShare / 8> s, ds;
+    multiply_scores<kHeadBoxes, kScoreBoxes>(s, own, kRows * kRowBytes, kStreamed * kRowBytes,
+                                             slots_from(at, 0));
+    pass_turn();
+    __syncthreads();  // all have used dS of the tile before
+#pragma unroll
+    for (int t = 0; t < kShare / 8; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        // A row whose every score is -inf has no gradient: -inf + inf is NaN.
+        const double lse = rows[t][e] == -kInfinity ? double(kInfinity) : rows[t][e];
+        double x[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const double scaled = score(s[t][2 * r + e]);
+          x[r] = hidden(r, t, e) ? 0 : exponential.of(scaled - lse);
+          s[t][2 * r + e] = x[r] * score.slope(scaled);
+        }
+        put(t, e, x[0], x[1]);
+      }
+    meet();
+    add_times(dv, at, kForDv);
+    load_rows(rows, all_delta, 0);
+    multiply_scores<kValueBoxes, kScoreBoxes>(ds, own + kHeadBoxes * (kRows * kRowBytes),
+                                              kRows * kRowBytes, kStreamed * kRowBytes,
+                                              slots_from(at, kForDp));
+    meet();  // all have used P
+#pragma unroll
+    for (int t = 0; t < kShare / 8; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        double x[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          x[r] = hidden(r, t, e) ? 0 : s[t][2 * r + e] * (ds[t][2 * r + e] - rows[t][e]);
+        put(t, e, x[0], x[1]);
+      }
+    __syncthreads();
+    add_times(dk, at, kForDk);
+#pragma unroll 1
+    for (int box = warp; box < kHeadBoxes; box += WARPS) {
+      Sums<kStreamed / 8> dq;  // of columns y and y + 8 of K: 64 bytes of a query are added at once
+      clear(dq);
+      const unsigned keys = shared_address(shared.own) + box * (kRows * kRowBytes);
+#pragma unroll
+      for (int t = 0; t < kRows / 16; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          Pair left[2], right[kStreamed / 8];
+          // Not in pairs: an mma takes both columns of a key.
+          const unsigned key = keys + t * (2 * kEightRows) + of_keys[e];
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            left[r] = {
+                {load_shared_double(key ^ 8 * r), load_shared_double(key ^ 8 * r ^ kOtherHalf)}};
+#pragma unroll
+          for (int n = 0; n < kStreamed / 8; ++n)
+            right[n] = load_pair(shared_address(shared.scores[t]) + n * kEightRows + turned[e]);
+#pragma unroll
+          for (int n = 0; n < kStreamed / 8; ++n) mma(dq[n], left, right[n]);
+        }
+      if (box == warp && p.counters) take_turn(at);
+      const Head<double> sum(p.dq, work.batch, at.head);
+#pragma unroll
+      for (int n = 0; n < kStreamed / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = at.q0 + 8 * n + spread(2 * lane_x() + e % 2);
+          const int column = box * kBoxColumns + lane_y() + 8 * (e / 2);
+          add(&sum.at(row, column), dq[n][e] * score.scale, row < p.sq && column < p.d);
+        }
+    }
+  }
+  pass_turn();
+
+  store(Head<double>(p.dk, work.batch, work.head), dk, {score.scale, score.scale},
+        share * (kHeadBoxes / ACROSS) * kBoxColumns, key_of, p.sk, p.d);
+  store(Head<double>(p.dv, work.batch, work.head), dv, {1, 1},
+        share * (kValueBoxes / ACROSS) * kBoxColumns, key_of, p.sk, p.v_width);
+}
