@@ -16,7 +16,6 @@
 // be before another), WARPS, SOFTCAP, VECTOR (of row_delta). Source: Dao 2023, arXiv:2307.08691,
 // algorithm 2.
 #include "delta.cuh"
-#include "exponential.cuh"
 #include "fp64_sm90.cuh"
 #include "work.cuh"
 
@@ -31,7 +30,11 @@ constexpr int kHeadTimes = kHeadBoxes / kTimesBoxes, kValueTimes = kValueBoxes /
 // The first slots of what a tile of queries is used for, after S, and their number.
 constexpr int kForDv = kHeadBoxes / kScoreBoxes, kForDp = kForDv + kParts * kValueTimes;
 constexpr int kForDk = kForDp + kValueBoxes / kScoreBoxes, kSlots = kForDk + kParts * kHeadTimes;
+// Where K has fewer boxes than there are warps, two make dQ of one, for half of the queries each.
+constexpr int kDqParts = kHeadBoxes < WARPS ? 2 : 1, kDqQueries = kStreamed / kDqParts;
 constexpr int kAhead = STAGES - LAG;
+// In this slot of S a warp passes on its turn at dQ. After all of S, turns cost up to 29 %; now 8.
+constexpr int kPassTurn = 1;
 static_assert(kAhead <= kSlots, "at most one tile ahead");
 static_assert(kHeadTimes * kTimesBoxes == kHeadBoxes && kValueTimes * kTimesBoxes == kValueBoxes,
               "whole slots");
@@ -169,12 +172,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     __syncwarp();
     ring.use(products);
   };
-  // Slots from `first` on, for scores.
-  auto slots_from = [&](Place at, int first) {
-    return [&, at, first](int slot, auto products) {
-      use(at, first + slot, [&](unsigned theirs) { products(theirs + of_scores); });
-    };
-  };
   // result += what is in `scores` theirs, from slot `first` on.
   auto add_times = [&](auto& result, Place at, int first) {
     constexpr int kTimes = sizeof(result) / sizeof(Sums<2 * kOwnBoxes>);
@@ -222,6 +219,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     held = -1;
   };
 
+  // Slots from `first` on, for scores.
+  auto slots_from = [&](Place at, int first) {
+    return [&, at, first](int slot, auto products) {
+      if (first + slot == kPassTurn) pass_turn();
+      use(at, first + slot, [&](unsigned theirs) { products(theirs + of_scores); });
+    };
+  };
 #pragma unroll 1
   for (Place at = start; at.n < work.total; at = after(at)) {
     auto query_of = [&](int t, int e) {
@@ -253,7 +257,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     Sums<kShare / 8> s, ds;
     multiply_scores<kHeadBoxes, kScoreBoxes>(s, own, kRows * kRowBytes, kStreamed * kRowBytes,
                                              slots_from(at, 0));
-    pass_turn();
     __syncthreads();  // all have used dS of the tile before
 #pragma unroll
     for (int t = 0; t < kShare / 8; ++t)
@@ -290,15 +293,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     __syncthreads();
     add_times(dk, at, kForDk);
 #pragma unroll 1
-    for (int box = warp; box < kHeadBoxes; box += WARPS) {
-      Sums<kStreamed / 8> dq;  // of columns y and y + 8 of K: 64 bytes of a query are added at once
+    for (int n = warp; n < kHeadBoxes * kDqParts; n += WARPS) {
+      const int box = n / kDqParts, query0 = n % kDqParts * kDqQueries;
+      // Of columns y and y + 8 of K: 64 bytes of a query are added at once.
+      Sums<kDqQueries / 8> dq;
       clear(dq);
       const unsigned keys = shared_address(shared.own) + box * (kRows * kRowBytes);
 #pragma unroll
       for (int t = 0; t < kRows / 16; ++t)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          Pair left[2], right[kStreamed / 8];
+          Pair left[2], right[kDqQueries / 8];
           // Not in pairs: an mma takes both columns of a key.
           const unsigned key = keys + t * (2 * kEightRows) + of_keys[e];
 #pragma unroll
@@ -306,20 +311,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             left[r] = {
                 {load_shared_double(key ^ 8 * r), load_shared_double(key ^ 8 * r ^ kOtherHalf)}};
 #pragma unroll
-          for (int n = 0; n < kStreamed / 8; ++n)
-            right[n] = load_pair(shared_address(shared.scores[t]) + n * kEightRows + turned[e]);
+          for (int i = 0; i < kDqQueries / 8; ++i)
+            right[i] = load_pair(shared_address(shared.scores[t]) + query0 * kRowBytes +
+                                 i * kEightRows + turned[e]);
 #pragma unroll
-          for (int n = 0; n < kStreamed / 8; ++n) mma(dq[n], left, right[n]);
+          for (int i = 0; i < kDqQueries / 8; ++i) mma(dq[i], left, right[i]);
         }
-      if (box == warp && p.counters) take_turn(at);
+      if (n == warp && p.counters) take_turn(at);
       const Head<double> sum(p.dq, work.batch, at.head);
 #pragma unroll
-      for (int n = 0; n < kStreamed / 8; ++n)
+      for (int i = 0; i < kDqQueries / 8; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int row = at.q0 + 8 * n + spread(2 * lane_x() + e % 2);
+          const int row = at.q0 + query0 + 8 * i + spread(2 * lane_x() + e % 2);
           const int column = box * kBoxColumns + lane_y() + 8 * (e / 2);
-          add(&sum.at(row, column), dq[n][e] * score.scale, row < p.sq && column < p.d);
+          add(&sum.at(row, column), dq[i][e] * score.scale, row < p.sq && column < p.d);
         }
     }
   }

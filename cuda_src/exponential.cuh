@@ -1,4 +1,5 @@
-// Scores and their exponentials in float or double (REAL), at those dtypes' accuracy.
+// What kernels in float or double (REAL) share: sums in registers, scores and exponentials at those
+// dtypes' accuracy.
 #pragma once
 #include "common.cuh"
 
@@ -8,6 +9,22 @@ constexpr Real kInfinity = static_cast<Real>(__builtin_bit_cast(float, 0x7f80000
 DEVICE Real larger(Real x, Real y) {
   if constexpr (sizeof(Real) == 4) return max(x, y);  // one instruction
   return x > y ? x : y;
+}
+
+template <int kM, int kN>
+DEVICE void clear(Real (&c)[kM][kN]) {
+#pragma unroll
+  for (int i = 0; i < kM; ++i)
+#pragma unroll
+    for (int j = 0; j < kN; ++j) c[i][j] = 0;
+}
+// c[first + i][j] += part[i][j]
+template <int kM, int kN, int kPart>
+DEVICE void add(Real (&c)[kM][kN], const Real (&part)[kPart][kN], int first = 0) {
+#pragma unroll
+  for (int i = 0; i < kPart; ++i)
+#pragma unroll
+    for (int j = 0; j < kN; ++j) c[first + i][j] += part[i][j];
 }
 
 // 2^(i / 16). Sixteen doubles are one row of banks: lanes read any of them at once.

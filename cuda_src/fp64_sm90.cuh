@@ -13,6 +13,7 @@
 // An accumulator of scores has for e = 0, 1 column spread(2 x + e) of eight in lane x: in pairs of
 // rows it is, as it lies, the left operand of a product that is summed over these columns.
 #pragma once
+#include "exponential.cuh"
 #include "ring.cuh"
 
 DEVICE int lane_x() { return threadIdx.x % 4; }
@@ -42,7 +43,7 @@ DEVICE unsigned down(int e) { return group_at(spread(2 * lane_x() + e), lane_y()
 
 // The numbers of two columns of rows i and i + 8 of each 16 become a pair of each column: the first
 // column's lies where those of row i did, the other's where those of row i + 8 four groups away
-// did. So 8 lanes that read pairs of 8 columns meet in no bank. By all threads.
+// did. So pairs of 8 neighbouring columns lie in different banks. By all threads.
 template <int kBytes>
 DEVICE void pair_rows(char (&boxes)[kBytes]) {
 #pragma unroll 1
@@ -66,23 +67,6 @@ using Sums = double[kTiles][4];
 // As a left operand.
 template <int kTiles>
 using Factors = Pair[kTiles][2];
-
-template <int kTiles>
-DEVICE void clear(Sums<kTiles>& c) {
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[t][e] = 0;
-}
-
-// c[first + t] += more[t]
-template <int kTiles, int kMore>
-DEVICE void add(Sums<kTiles>& c, const Sums<kMore>& more, int first = 0) {
-#pragma unroll
-  for (int t = 0; t < kMore; ++t)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[first + t][e] += more[t][e];
-}
 
 // c += a b over 4 steps, and over 8: 3 % faster.
 DEVICE void mma(double (&c)[4], const Pair& a, double b) { mma(c[0], c[1], c[2], c[3], a.x, b); }

@@ -16,7 +16,6 @@
 // Options: HEAD_DIM, VALUE_DIM (padded to whole slots), ACROSS, BLOCK_K, PART_K, BOXES (times 16
 // columns of P V are made at a time), STAGES (slots), LAG (turns that a warp may be before
 // another), WARPS, TRANSFORM, SOFTCAP. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
-#include "exponential.cuh"
 #include "fp64_sm90.cuh"
 #include "work.cuh"
 

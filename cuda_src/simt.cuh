@@ -157,21 +157,6 @@ DEVICE void arrived() {
   __syncthreads();
 }
 
-template <int kN>
-DEVICE void clear(Real (&c)[kM][kN]) {
-#pragma unroll
-  for (int i = 0; i < kM; ++i)
-#pragma unroll
-    for (int j = 0; j < kN; ++j) c[i][j] = 0;
-}
-template <int kN>
-DEVICE void add(Real (&c)[kM][kN], const Real (&part)[kM][kN]) {
-#pragma unroll
-  for (int i = 0; i < kM; ++i)
-#pragma unroll
-    for (int j = 0; j < kN; ++j) c[i][j] += part[i][j];
-}
-
 // Of two rows or columns of a tile, from `first` on, what a lane gives to an mma over 16 steps.
 template <int kApart, int kPitch>
 DEVICE void load(Real* one, Real* other, const Real (*tile)[kPitch], int first) {
@@ -330,10 +315,11 @@ DEVICE void put(Real (*p)[pitch(kRows)], const Scores& c) {
   __syncwarp();
 }
 
-// x[row0 + i][(slice0 + n) SLICE + j] = factor[i] * part: each thread its own numbers.
+// x[row0 + i][(slice0 + n) SLICE + j] = factor[i] * part: each thread its own numbers. With `more`
+// they are added to what is there.
 template <int kSlices>
 DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&factor)[kM], int row0,
-                  int rows, int slice0, int width) {
+                  int rows, int slice0, int width, bool more = false) {
 #pragma unroll
   for (int n = 0; n < kSlices; ++n)
 #pragma unroll
@@ -341,7 +327,12 @@ DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&fact
 #pragma unroll
       for (int j = 0; j < kO; ++j) {
         const int row = row0 + row_of(i), column = (slice0 + n) * SLICE + column_of<kO>(j);
-        if (row < rows && column < width) x.at(row, column) = part[n][i][j] * factor[i];
+        const bool inside = row < rows && column < width;
+        const Real value = part[n][i][j] * factor[i];
+        if (more)
+          add(&x.at(row, column), value, inside);
+        else if (inside)
+          x.at(row, column) = value;
       }
 }
 

@@ -2,8 +2,8 @@
 // accumulators. Tile is a multiple of 64 columns wide; fragments are those of a warpgroup, 64 rows.
 #pragma once
 #include "ring.cuh"
-#include "wgmma.cuh"
 #include "tile.cuh"
+#include "wgmma.cuh"
 
 DEVICE constexpr int slabs(int width) { return (width + 63) / 64; }
 

@@ -91,12 +91,14 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         of_parts = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
         row = next(w for w in of_parts if w >= width)
         return Config(of_parts[row], BACKWARD_HOPPER_32[row])
-    forward_table, backward_table = tables(problem.dtype, capability)
-    backward = first(backward_table, backward_steps, shared_limit)
     if capability == 90 and problem.dtype == "float64":
         row = next(w for w in FORWARD_HOPPER_64 if w >= width)
-        return Config(FORWARD_HOPPER_64[row], BACKWARD_HOPPER_64.get(row, backward))
-    return Config(first(forward_table, forward_steps, forward_limit), backward)
+        return Config(FORWARD_HOPPER_64[row], BACKWARD_HOPPER_64[row])
+    forward_table, backward_table = tables(problem.dtype, capability)
+    return Config(
+        first(forward_table, forward_steps, forward_limit),
+        first(backward_table, backward_steps, shared_limit),
+    )
 
 
 def default_config(problem: Problem) -> Config:

@@ -107,7 +107,7 @@ class HopperDoubleBackward(NamedTuple):
     """float64: 16 keys stay with each `across` warps, of eight."""
 
     across: int  # each has so much of the columns of dK and dV
-    turns_from: int  # heads, as in HopperBackward
+    turns_from: int = sys.maxsize  # as in HopperBackward
     streamed: int = 64  # queries of which scores are made at a time
 
     @property
@@ -146,10 +146,10 @@ _FORWARD_16: Table = {
 # On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 8192,
 # full / causal, beside cuDNN in the same run; other rows in docs/kernels.md.
 FORWARD_HOPPER = {
-    64: HopperTiles(192, 128, 4),  # 598 / 558, cuDNN 492 / 458
-    128: HopperTiles(128, 128),  # 746 / 713, cuDNN 680 / 611
+    64: HopperTiles(192, 128, 4),  # 590 / 569, cuDNN 486 / 458
+    128: HopperTiles(128, 128),  # 716 / 707, cuDNN 660 / 605
     192: HopperTiles(128, 80),
-    256: HopperTiles(128, 64),  # 817 / 710, cuDNN 739 / 633
+    256: HopperTiles(128, 64),  # 803 / 785, cuDNN 737 / 614
 }
 # Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
@@ -167,25 +167,11 @@ FORWARD_HOPPER_TF32 = {
     192: HopperTiles(128, 64, parts=1),  # 370 / 238
     256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
-# float64. 16 heads (512: 8), S = 4096, full / causal, beside FORWARD_MMA and the materialised
-# formula.
-FORWARD_HOPPER_64: dict[int, ForwardOnHopper] = {
-    64: HopperDouble(64, 64, 2),
-    128: HopperDouble(32, 32, 2),  # 39.6 / 38.6; 36.6 / 35.6; 15.5
-    256: HopperDouble(64, 32, 2, across=2),  # 41.3 / 39.3; 31.7 / 31.5; 24.6
-    512: HopperDouble(128, 32, 1, across=4),  # 35.3 / 34.8; 25.9 / 25.1; 33.3
-    1024: HopperDouble(128, 16, 1, across=8),
-}
-BACKWARD_HOPPER_64: dict[int, OnHopper] = {
-    128: HopperDoubleBackward(2, turns_from=16),
-    256: HopperDoubleBackward(4, turns_from=sys.maxsize),
-    512: HopperDoubleBackward(8, turns_from=sys.maxsize),
-}
 BACKWARD_HOPPER: dict[int, OnHopper] = {
-    64: HopperBackward(128, 1),  # 470 / 442, cuDNN 450 / 392
-    128: HopperBackward(64, 2),  # 536 / 522, cuDNN 521 / 494
+    64: HopperBackward(128, 1),  # 480 / 453, cuDNN 434 / 393
+    128: HopperBackward(64, 2),  # 519 / 534, cuDNN 523 / 488
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
-    256: HopperTwoPass(64, 48),  # 452 / 436, cuDNN 368 / 375
+    256: HopperTwoPass(64, 48),  # 432 / 432, cuDNN 348 / 379
 }
 # Wider than that, forward / backward, full, S = 4096: bfloat16, 16 heads of 512 or 8 of 1,024,
 # 640 / 330 and 305 / 185 (wide_sm80.cu 195 / 87 and 130 / 70); float32, a quarter of them,
@@ -264,6 +250,23 @@ BACKWARD_MMA = {
     128: [Tiles(64, 32, 8, across=2, mma=True), Tiles(32, 64, 8, across=4, mma=True)],  # 29.4
     256: [Tiles(32, 64, 8, across=4, whole=False, mma=True)],
     1024: [_WIDE_MMA],
+}
+
+# float64 on Hopper. 16 heads (512: 8, wider: 4), S = 4096, full / causal, beside the rows above and
+# the materialised formula.
+FORWARD_HOPPER_64: dict[int, Portable | ForwardOnHopper] = {
+    64: FORWARD_MMA[64][0],  # 38.7 / 37.0; 8.8
+    128: HopperDouble(32, 32, 2),  # 40.6 / 39.8; 36.6 / 35.6; 15.5
+    256: HopperDouble(64, 32, 2, across=2),  # 39.9 / 37.3; 31.7 / 31.5; 24.4
+    512: HopperDouble(128, 32, 1, across=4),  # 39.0 / 35.9; 25.9 / 25.1; 33.4
+    1024: HopperDouble(128, 16, 1, across=8),  # 23.7 / 23.3; 14; 42.7
+}
+BACKWARD_HOPPER_64: dict[int, Portable | OnHopper] = {
+    64: BACKWARD_MMA[64][0],  # HopperDoubleBackward(2) 28
+    128: HopperDoubleBackward(2),  # 34.5 / 34.0; 29.4 / 29.3; 14.8
+    256: HopperDoubleBackward(4),  # 31.2 / 31.0; 17.5 / 17.1; 23.7
+    512: HopperDoubleBackward(8),  # 22.7 / 22.4; 16.6 / 15.5; 32.8
+    1024: BACKWARD_MMA[1024][0],
 }
 
 FORWARD: dict[str, Table] = {

@@ -225,6 +225,9 @@ MMA_CASES = [
     (case(20, 70, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64", causal=True),
      Tiles(32, 64, 4, across=2, slice=32, whole=False, mma=True, chunk=160),
      Tiles(32, 64, 4, across=2, slice=64, whole=False, mma=True, chunk=192)),
+    # More queries than are summed up in registers.
+    (case(600, 20, d=9, dv=5, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True), _MMA,
+     _MMA),
 ]  # fmt: skip
 
 
