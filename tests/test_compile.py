@@ -29,8 +29,8 @@ ARCHITECTURES = {
 #: bwd_sm90: of the copying thread, once for each tile of keys; and with a softcap, results of any
 #: strides and d = 128 once at the end of it. wide_sm90: float32, 8 in out, 24 in dK, 92 in dQ.
 #: fwd_simt/mma: float64 of 64 columns, where P V is summed tile by tile; bwd_simt/mma: with a
-#: softcap, else 28. fwd_sm90_fp64,
-#: bwd_sm90_fp64: a width of 128; forward with slots of half the size 196, and slower.
+#: softcap, else 28. fwd_sm90_fp64, bwd_sm90_fp64: a width of 128; forward with slots of half the
+#: size 196, and slower.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "fwd_simt/mma": 32,
     "bwd_simt": 8, "bwd_simt/mma": 232, "fwd_sm90": 0, "bwd_sm90": 44, "bwd_sm90_kv": 0,
