@@ -285,8 +285,15 @@ def on_hopper() -> bool:
 
 def portable_config(dtype: str, d: int, dv: int | None = None) -> cuda_backend.Config:
     """The tiles of a GPU of compute capability 8.0, for `config=` on Hopper."""
+    return config_on(80, 163, dtype, d, dv)
+
+
+def config_on(
+    capability: int, shared_kib: int, dtype: str, d: int, dv: int | None = None
+) -> cuda_backend.Config:
+    """The tiles that a GPU with so much shared memory a block has by default."""
     problem = Problem("cuda", dtype, 1, 1, 1, 9, 9, d, dv or d, 1.0)
-    return cuda_backend.config_for(problem, 80, 163 * 1024)
+    return cuda_backend.config_for(problem, capability, shared_kib * 1024)
 
 
 def normal(xp, *shape, dtype="float32", seed=0, scale=1.0):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from cases import Run, case, on_hopper, portable_config
+from cases import Run, case, config_on, on_hopper, portable_config
 
 from cuflash import cuda_tiles, cuda_variants
 
@@ -45,8 +45,9 @@ if __name__ == "__main__":
     for c in CASES:
         run = Run(c, cupy)
         configs = [None, portable_config(c.dtype, c.d, c.dv)] if on_hopper() else [None]
-        wide = c.dtype == "float32" and max(c.d, c.dv) > max(cuda_tiles.FORWARD_HOPPER)
-        if "portable" in sys.argv and (wide or c.dtype in cuda_variants.ELEMENTS):
+        on_a_hopper = config_on(90, 227, c.dtype, c.d, c.dv).forward
+        unseen = c.dtype in cuda_variants.ELEMENTS or isinstance(on_a_hopper, cuda_tiles.WideHopper)
+        if "portable" in sys.argv and unseen:
             configs = configs[-1:]
         for config in configs:
             out, lse = run.forward(backend="cuda", config=config)

