@@ -14,7 +14,7 @@
 // though CUDA does not promise it, so those have started.
 // Options: as fwd_simt.cu; PARTS: dK and dQ (1), dV (2).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2.
-#include "delta.cuh"
+#include "backward.cuh"
 #include "simt.cuh"
 
 // dV alone has no use for the block's own values.
@@ -94,14 +94,7 @@ DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREA
 #endif
 }
 
-extern "C" __global__ void row_delta(const Params p) {
-  write_delta<Real, Real>(
-      p, [](Real x) { return x; },
-      [&](long long, int batch, int head, int i, int lane, int lanes) {
-        const Matrix dq(p.dq, batch, head);
-        for (int c = lane; c < p.d; c += lanes) dq.at(i, c) = 0;
-      });
-}
+extern "C" __global__ void row_delta(const Params p) { write_delta_and_zeros<Real>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params p) {
   extern __shared__ __align__(16) char memory[];
@@ -124,15 +117,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   // What so many tiles of queries add up to goes to memory: in double one sum over 4,096 queries
   // was off by 4 times as much as the plain formula. Read and added here, they were waited for one
   // by one: 15 % slower.
-  constexpr int kTogether = sizeof(Real) == sizeof(double) ? 512 / STREAMED : 1 << 30;
+  constexpr bool kInPieces = sizeof(Real) == sizeof(double);
+  constexpr int kTogether = 512 / STREAMED;
   int tiles = 0;
   bool more = false;
   const auto put_away = [&] {
     Real scale[kM], one[kM];
 #pragma unroll
     for (int i = 0; i < kM; ++i) scale[i] = score.scale, one[i] = 1;
-    if (PARTS & 1) store(Matrix(p.dk, batch, head), dk, scale, again(k0), p.sk, slice0, p.d, more);
-    if (PARTS & 2) store(Matrix(p.dv, batch, head), dv, one, again(k0), p.sk, slice0, p.v_width, more);
+    if (PARTS & 1)
+      store(Matrix(p.dk, batch, head), dk, scale, again(k0), p.sk, slice0, p.d, kInPieces && more);
+    if (PARTS & 2)
+      store(Matrix(p.dv, batch, head), dv, one, again(k0), p.sk, slice0, p.v_width,
+            kInPieces && more);
     more = true;
   };
   const auto begin = [&] {
@@ -183,26 +180,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
     fetch_q(buffer, at, 0, true);
   };
 
-  // Lane 0 of a warp takes its turn at dQ, and passes it on once what was added is there. Of two
-  // warps that share a scheduler, one waits while the other multiplies.
+  // Of two warps that share a scheduler, one waits for its turn while the other multiplies.
   const bool waits_first = threadIdx.x / 128 % 2;
-  int held = -1;
+  WarpTurn dq_turn;
   const auto take_turn = [&](Place at) {
-    if (threadIdx.x % 32 == 0) {
-      const int tiles = (p.sq + STREAMED - 1) / STREAMED;
-      held = (((batch * p.heads + at.head) * tiles + at.q0 / STREAMED) * kChunks + chunk) * WARPS +
-             static_cast<int>(threadIdx.x) / 32;
-      const int before = tile - k_bounds(at.q0, p.sk, p.lo_shift, p.hi_shift).lo / kRows;
-      while (load_acquire(p.counters + held) != before) continue;
-    }
-    __syncwarp();
-  };
-  const auto pass_turn = [&] {
-    __syncwarp();
-    if (held < 0) return;
-    fence();
-    count_up(p.counters + held);
-    held = -1;
+    const int tiles = (p.sq + STREAMED - 1) / STREAMED;
+    const int part = ((batch * p.heads + at.head) * tiles + at.q0 / STREAMED) * kChunks + chunk;
+    dq_turn.take(p, part * WARPS + static_cast<int>(threadIdx.x) / 32,
+                 tile - k_bounds(at.q0, p.sk, p.lo_shift, p.hi_shift).lo / kRows);
   };
 
   if (WHOLE) {
@@ -212,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   }
   if (start.head < end) fetch_tile(turn, start);
   for (Place at = start, next; at.head < end; at = next) {
-    if (tiles == kTogether) put_away(), begin();
+    if (kInPieces && tiles == kTogether) put_away(), begin();
     ++tiles;
     next = {at.head, at.q0 - STREAMED};
     if (next.q0 < lowest) next = {at.head + 1, start.q0};
@@ -259,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       }
     hide(s);
 
-    if (waits_first) pass_turn();
+    if (waits_first) dq_turn.pass(p);
     if (PARTS & 2) {
       if (!kScoresStay) put(shared.p, s);
 #pragma unroll
@@ -275,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       }
     }
     if (PARTS & 1) {
-      if (!waits_first) pass_turn();
+      if (!waits_first) dq_turn.pass(p);
       // dP, then dS = P (dP - delta), times the softcap's slope.
       Scores ds;
       clear(ds);
@@ -326,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
       }
     }
   }
-  pass_turn();
+  dq_turn.pass(p);
 
   put_away();
 }

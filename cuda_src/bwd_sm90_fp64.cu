@@ -6,22 +6,22 @@
 //                  bwd_simt.cu
 //
 // K and V of a block stay. Queries come kStreamed at a time in slots of a ring, in the order they
-// are used: Q for S, dO for dV, dO for dP, Q for dK; for dV and dK kPart of them at a time, and a
+// are used: Q for S, dO for dV, dO for dP, Q for dK; for dV and dK PART_Q of them at a time, and a
 // part of the columns of each warp. ACROSS warps share 16 keys: each makes as large a part of S^T
 // and dP^T, and has as many columns of dK and dV. P and dS pass through shared memory, in pairs of
 // two keys: of 16 keys 128 bytes a query, permuted as boxes are. So they are left operands for dV
 // and dK, and dS the right one for dQ^T = K^T dS^T, of which a warp makes 16 rows, columns of K, at
 // a time.
-// Options: HEAD_DIM, VALUE_DIM (padded to 64), ACROSS, STAGES (slots), LAG (turns that a warp may
-// be before another), WARPS, SOFTCAP, VECTOR (of row_delta). Source: Dao 2023, arXiv:2307.08691,
-// algorithm 2.
-#include "delta.cuh"
+// Options: HEAD_DIM, VALUE_DIM (padded to 64), ACROSS, PART_Q, STAGES (slots), LAG (turns that a
+// warp may be before another), WARPS, SOFTCAP, VECTOR (of row_delta). Source: Dao 2023,
+// arXiv:2307.08691, algorithm 2.
+#include "backward.cuh"
 #include "fp64_sm90.cuh"
 #include "work.cuh"
 
 constexpr int kRows = 16 * WARPS / ACROSS, kStreamed = 64;
 constexpr int kShare = kStreamed / ACROSS;  // queries of which a warp makes scores
-constexpr int kPart = ACROSS < 8 ? 32 : 16, kParts = kStreamed / kPart;
+constexpr int kPart = PART_Q, kParts = kStreamed / kPart;
 constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
 // Boxes of a slot: for scores, for products, and of these for one warp.
 constexpr int kScoreBoxes = kSlotBytes / (kStreamed * kRowBytes);
@@ -84,25 +84,17 @@ DEVICE void copy(const TensorMaps& maps, Place at, int batch, int index, unsigne
                 at.q0 + slot / slots * kPart, at.head, batch);
 }
 
-extern "C" __global__ void row_delta(const Params p) {
-  write_delta<double, double>(
-      p, [](double x) { return x; },
-      [&](long long, int batch, int head, int i, int lane, int lanes) {
-        const Head<double> dq(p.dq, batch, head);
-        for (int c = lane; c < p.d; c += lanes) dq.at(i, c) = 0;
-      });
-}
+extern "C" __global__ void row_delta(const Params p) { write_delta_and_zeros<double>(p); }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     bwd_sm90_fp64(const Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  SlotRing ring{shared_address(&shared.slots), shared_address(&shared.full),
+                shared_address(&shared.empty)};
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.own_full), 1);
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), WARPS);
-    }
+    ring.init();
     barrier_init_fence();
     shared.work = Work(p, blockIdx.x);
   }
@@ -131,8 +123,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   Sums<kValueBoxes / ACROSS * 2> dv;
   clear(dk), clear(dv);
 
-  Ring ring{shared_address(&shared.slots), shared_address(&shared.full),
-            shared_address(&shared.empty)};
   auto after = [&](Place at) {
     work.step(at.q0, at.head);
     return Place{at.n + 1, at.head, at.q0};
@@ -199,30 +189,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   const auto* all_lse = static_cast<const double*>(p.lse);
   const auto* all_delta = static_cast<const double*>(p.delta);
 
-  // Lane 0 of a warp takes its turn at its columns of dQ, and passes it on once what was added is
-  // there.
-  int held = -1;
+  WarpTurn dq_turn;
   auto take_turn = [&](Place at) {
-    if (threadIdx.x % 32 == 0) {
-      const int tiles = (p.sq + kStreamed - 1) / kStreamed;
-      held = ((work.batch * p.heads + at.head) * tiles + at.q0 / kStreamed) * WARPS + warp;
-      const int before = work.turn(p, at.q0);
-      while (load_acquire(p.counters + held) != before) continue;
-    }
-    __syncwarp();
-  };
-  auto pass_turn = [&] {
-    __syncwarp();
-    if (held < 0) return;
-    fence();
-    count_up(p.counters + held);
-    held = -1;
+    const int tiles = (p.sq + kStreamed - 1) / kStreamed;
+    const int tile = (work.batch * p.heads + at.head) * tiles + at.q0 / kStreamed;
+    dq_turn.take(p, tile * WARPS + warp, work.turn(p, at.q0));
   };
 
   // Slots from `first` on, for scores.
   auto slots_from = [&](Place at, int first) {
     return [&, at, first](int slot, auto products) {
-      if (first + slot == kPassTurn) pass_turn();
+      if (first + slot == kPassTurn) dq_turn.pass(p);
       use(at, first + slot, [&](unsigned theirs) { products(theirs + of_scores); });
     };
   };
@@ -329,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         }
     }
   }
-  pass_turn();
+  dq_turn.pass(p);
 
   store(Head<double>(p.dk, work.batch, work.head), dk, {score.scale, score.scale},
         share * (kHeadBoxes / ACROSS) * kBoxColumns, key_of, p.sk, p.d);

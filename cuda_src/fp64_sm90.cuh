@@ -108,10 +108,14 @@ DEVICE void multiply_down(Sums<2 * kBoxes>& c, const Factors<kSteps>& a, unsigne
 
 // The ring of slots. All warps use all slots, in order, and by turns fill the one that is so many
 // slots from there: with a warp that only copies, the others could have 168 registers.
-struct Ring {
+struct SlotRing {
   unsigned slots, full, empty;  // memory and barriers, of each slot
   Turn<STAGES> turn;
 
+  DEVICE void init() const {  // by one thread
+    for (int i = 0; i < STAGES; ++i)
+      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, WARPS);
+  }
   // What copy(memory, barrier) brings into a slot, when it is free.
   template <class Copy>
   DEVICE void fill(Turn<STAGES> to, Copy copy) const {

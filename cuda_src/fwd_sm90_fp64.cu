@@ -76,12 +76,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     fwd_sm90_fp64(const Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
+  SlotRing ring{shared_address(&shared.slots), shared_address(&shared.full),
+                shared_address(&shared.empty)};
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.q_full), 1);
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), WARPS);
-    }
+    ring.init();
     barrier_init_fence();
     shared.work = Work(p, blockIdx.x);
     shared.kv_head = shared.work.head / p.group;
@@ -119,8 +118,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   double top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
   Sums<kValueBoxes / ACROSS * 2> o;
   clear(o);
-  Ring ring{shared_address(&shared.slots), shared_address(&shared.full),
-            shared_address(&shared.empty)};
   // Slot `index`, or one of the next key blocks, goes into the ring.
   auto fill = [&](int i, int index, Turn<STAGES> to) {
     i += index / kSlots, index %= kSlots;

@@ -20,6 +20,7 @@
 #include "exponential.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "quad.cuh"
 
 constexpr int kVector = 16 / sizeof(Real);
 constexpr int kThreads = 32 * WARPS;
@@ -323,17 +324,27 @@ DEVICE void store(const Matrix& x, const Out (&part)[kSlices], const Real (&fact
 #pragma unroll
   for (int n = 0; n < kSlices; ++n)
 #pragma unroll
-    for (int i = 0; i < kM; ++i)
+    for (int i = 0; i < kM; ++i) {
+      const int row = row0 + row_of(i), column0 = (slice0 + n) * SLICE;
 #pragma unroll
-      for (int j = 0; j < kO; ++j) {
-        const int row = row0 + row_of(i), column = (slice0 + n) * SLICE + column_of<kO>(j);
-        const bool inside = row < rows && column < width;
-        const Real value = part[n][i][j] * factor[i];
-        if (more)
-          add(&x.at(row, column), value, inside);
-        else if (inside)
-          x.at(row, column) = value;
+      for (int j0 = 0; j0 < kO; j0 += kColumnGroup) {
+        Real group[kColumnGroup];
+#pragma unroll
+        for (int e = 0; e < kColumnGroup; ++e) group[e] = part[n][i][j0 + e] * factor[i];
+        int column = column0 + column_of<kO>(j0), step = 1;
+        // What the lanes of a row add at once fills its 32 bytes.
+        if constexpr (MMA)
+          if (more) transpose_in_quad(group), column -= 3 * lane_x(), step = 4;
+#pragma unroll
+        for (int e = 0; e < kColumnGroup; ++e, column += step) {
+          const bool inside = row < rows && column < width;
+          if (more)
+            add(&x.at(row, column), group[e], inside);
+          else if (inside)
+            x.at(row, column) = group[e];
+        }
       }
+    }
 }
 
 // Over the lanes that share rows.

@@ -2,8 +2,8 @@
 // the four threads of a quad share them. Scores are in units of which `unit` makes base-2
 // exponents.
 #pragma once
+#include "backward.cuh"
 #include "common.cuh"
-#include "delta.cuh"
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLn2 = 0.693147180559945309f;

@@ -111,7 +111,7 @@ struct WideWork {
     const HeadTile at(p, blockIdx.x / kChunks, heads, tiles,
                       kOfKeys ? max(1, p.section / p.group) : p.section);
     row0 = (kOfKeys ? at.tile : tiles - 1 - at.tile) * kRows;
-    head = at.head, batch = at.batch;
+    head = again(at.head), batch = again(at.batch);
     first = seen(row0), last = seen(min(row0 + kRows, rows) - 1);
     start = {kOfKeys ? head * p.group : head / p.group, first.lo / kStreamed * kStreamed};
     end = start.head + (start.row0 < last.hi ? (kOfKeys ? p.group : 1) : 0);

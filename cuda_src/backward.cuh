@@ -1,5 +1,6 @@
-// What the backward passes of all dtypes begin with: delta = rowsum(dO * O) - dlse.
+// What backward passes share: delta = rowsum(dO * O) - dlse, with which all begin; turns at dQ.
 #pragma once
+#include "common.cuh"
 #include "params.cuh"
 
 constexpr int kDeltaRows = 32;  // of a block of 256 threads: DELTA_ROWS of cuda_variants.py
@@ -49,3 +50,34 @@ DEVICE void write_delta(const Params& p, Convert real, Also also) {
     static_cast<Real*>(p.delta)[begin + n] = sum;
   }
 }
+
+// The same of numbers that are Real themselves, and dQ = 0, to which blocks add then.
+template <class Real>
+DEVICE void write_delta_and_zeros(const Params& p) {
+  write_delta<Real, Real>(
+      p, [](Real x) { return x; },
+      [&](long long, int batch, int head, int i, int lane, int lanes) {
+        const Head<Real> dq(p.dq, batch, head);
+        for (int c = lane; c < p.d; c += lanes) dq.at(i, c) = 0;
+      });
+}
+
+// A warp's turn at its part of a tile of dQ, after so many blocks before.
+struct WarpTurn {
+  int held = -1;  // the counter, in lane 0
+
+  DEVICE void take(const Params& p, int counter, int before) {
+    if (threadIdx.x % 32 == 0) {
+      held = counter;
+      while (load_acquire(p.counters + held) != before) continue;
+    }
+    __syncwarp();
+  }
+  DEVICE void pass(const Params& p) {  // once what was added is there
+    __syncwarp();
+    if (held < 0) return;
+    fence();
+    count_up(p.counters + held);
+    held = -1;
+  }
+};
