@@ -19,11 +19,13 @@
 //                dq_empty                  writes its part of dQ, arrives at dq_full
 //   adding       work_full                 arrives at work_empty
 //                dq_full                   adds that to dQ in memory, arrives at dq_empty
-//   named barriers: 1, the computing ones: dS is there, or may be written; 2 + w: warpgroup w
+//   named barriers: 1, the computing ones: dS is there, or may be written; 2 + w: warpgroup w; 4:
+//   dQ of the first has begun
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
-//   P = exp(S) (+ dP); dS (+ dV, with 64 queries); dV, dQ, dK begin; dQ is passed on (+ dK); S of
-//   the next tile begins (+ dK)
+//   S and dP begin; dQ of the tile before is passed on (+ S); P = exp(S) (+ dP); dS (+ dV); dQ and
+//   dK begin; dQ is put away (+ dK)
+// Of 128 queries it is 64 and 64: the second P (+ dK of the first half), dS (+ dV of the second).
 //
 // With p.counters, as in bwd_sm80.cu, blocks of a head take turns at dQ, in the order of their
 // keys, so that results repeat bit for bit; the first stores, and only counters must begin as
@@ -53,8 +55,9 @@ constexpr int kDqWidth = kByColumns ? KTile::kWidth : HEAD_DIM;
 constexpr int kDqColumns = kByColumns ? kDqWidth / 2 : HEAD_DIM;
 constexpr int kDqPart = 64 * kDqColumns;  // numbers
 static_assert(kByColumns ? kDqWidth == 128 : BLOCK_Q == 128, "whole slabs, 64 rows");
-// dV begins before dS is computed. Elsewhere P, both rounded and not, is more than registers hold.
-constexpr bool kEarly = kByColumns;
+// P and dS are of so many parts of a tile's queries, one after the other: of 128 queries P, both
+// rounded and not, is more than registers hold.
+constexpr int kParts = kByColumns ? 1 : 2, kSteps = BLOCK_Q / 16 / kParts;
 
 struct Shared {
   KTile::Storage k;
@@ -80,7 +83,7 @@ template <int kWidth>
 DEVICE void store(const Array& array, const TensorMap& map, unsigned tile, bool copies, int k0,
                   int head, int batch, const float (&c)[kWidth / 8][4], float factor, int rows,
                   int width) {
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   if constexpr (VECTOR) {
     using Rows = Tile<64, 64 * slabs(kWidth), 128>;
     const float factors[2] = {factor, factor};
@@ -101,6 +104,14 @@ DEVICE void store(const Array& array, const TensorMap& map, unsigned tile, bool 
     for (int r = 0; r < 2; ++r)
       store_row<false>(to, c, r, factor, k0 + fragment_row<1>(0, r), rows, width);
   }
+}
+
+DEVICE Work uniform(const Work& work) {
+  Work x;
+  x.head = uniform(work.head), x.batch = uniform(work.batch), x.k0 = uniform(work.k0);
+  x.q_first = uniform(work.q_first), x.q_last = uniform(work.q_last);
+  x.total = uniform(work.total);
+  return x;
 }
 
 DEVICE long long dq_tile(const Params& p, int batch, int head, int q0) {
@@ -218,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   registers_raise<kComputingRegisters>();
 
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   const bool copies = threadIdx.x % 128 == 0;
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByColumns ? 1 : kDqColumns / 8][4];
@@ -230,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       return own_dq;
   }();
   float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
-  unsigned p_rounded[BLOCK_Q / 16][4], ds_rounded[BLOCK_Q / 16][4];
+  unsigned p_rounded[kSteps][4], ds_rounded[kSteps][4];
   auto multiply_kq = [&](int i) {  // start S^T = K Q^T
     multiply_transposed<KTile, QTile, HEAD_DIM>(s[0], k_tile + group * 64 * 128, shared.q.tile(i));
   };
@@ -238,17 +249,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     multiply_transposed<VTile, OTile, VALUE_DIM>(ds[0], v_tile + group * 64 * 128,
                                                  shared.dout.tile(i));
   };
-  auto multiply_po = [&](int i) {  // dV += P^T dO
-    multiply<OTile>(dv[0], p_rounded, shared.dout.tile(i));
+  // Of a part of the queries, 128 bytes each of which is a row of every slab.
+  auto multiply_po = [&](int i, int part) {  // dV += P^T dO
+    multiply<OTile>(dv[0], p_rounded, shared.dout.tile(i) + part * kSteps * 16 * 128);
   };
-  auto multiply_sq = [&](int i) {  // dK += dS^T Q
-    multiply<QTile>(dk[0], ds_rounded, shared.q.tile(i));
+  auto multiply_sq = [&](int i, int part) {  // dK += dS^T Q
+    multiply<QTile>(dk[0], ds_rounded, shared.q.tile(i) + part * kSteps * 16 * 128);
   };
   auto multiply_sk = [&](int i) {  // dQ = dS K
     const unsigned ds_tile = ds_tiles + i % 2 * sizeof(STile::Storage);
     const int columns = kByColumns ? group * KTile::kSlabBytes : 0;
-    const unsigned k = hidden(operand(k_tile + columns, KTile::kSlabBytes));
-    const unsigned ds_operand = hidden(operand(ds_tile + (kByColumns ? 0 : group * 64 * 128)));
+    const unsigned k = operand(k_tile + columns, KTile::kSlabBytes);
+    const unsigned ds_operand = operand(ds_tile + (kByColumns ? 0 : group * 64 * 128));
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < BLOCK_K / 16; ++j)
@@ -256,21 +268,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wgmma_commit();
   };
 
-  // Hand dQ of the tile numbered i to an adding thread.
-  auto pass_on_dq = [&](int i) {
+  // dQ of the tile numbered i is put where an adding thread takes it; and passed on to that.
+  auto stage_dq = [&](int i) {
     const int stage = i % DQ_STAGES;
     barrier_wait(dq_empty + 8 * stage, i / DQ_STAGES % 2 ^ 1);
     const unsigned part =
         dq_parts + (stage * kGroups + group) * kDqPart * sizeof(float) + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
+  };
+  auto pass_on_dq = [&](int i) {
     fence_async();
     __syncwarp();
     release(dq_full + 8 * (i % 2));
   };
   for (int job = 0;; ++job) {
     barrier_wait(k_full, job % 2);
-    const Work& work = shared.work[job % 2];
+    const Work work = uniform(shared.work[job % 2]);
     if (work.total < 0) break;
     int q_head = work.head * p.group, q0 = work.q_last;
     const int key0 = work.k0 + 64 * group;  // this warpgroup's
@@ -279,94 +293,98 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const unsigned begin = i, end = i + work.total;
     clear(dk);
     clear(dv);
-    // From S^T of tile i, under way, to P^T and dS^T as operands, and dS in shared memory too.
-    auto differentiate = [&](int i) {
+    // lse or delta of a part of a tile's queries, in registers where P or dS will be: loads take
+    // long beside products, which read shared memory too.
+    float2 numbers[2 * kSteps];
+    auto load_numbers = [&](const auto& ring, int i, int part) {
+#pragma unroll
+      for (int n = 0; n < 2 * kSteps; ++n) numbers[n] = ring.pair(i, part * 2 * kSteps + n);
+    };
+    for (; i != end; ++i, work.step(q0, q_head)) {
       const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
       auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
+      shared.q.wait(i);
+      multiply_kq(i);
+      if (i == begin)
+        barrier_wait(v_full, job % 2);
+      else
+        pass_on_dq(i - 1);
       shared.dout.wait(i);
-      wgmma_wait<1>();  // dK of the tile before is done, and gives up the registers of its dS
-      if (i > begin) shared.q.release(i - 1);
+      load_numbers(shared.q, i, 0);
       multiply_vo(i);
       wgmma_wait<1>();
       scores.transform(s);
       if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
-      // Of queries 16 j .., s becomes P, times the slope of the softcap once P is rounded.
-      auto exponentiate = [&](int j) {
-        float slope[2][4];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          const float2 lse = shared.q.pair(i, 2 * j + n);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float& x = s[0][2 * j + n][e];
-            slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
-            x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
-          }
-        }
-        if constexpr (kEarly || TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) s[0][2 * j + e / 4][e % 4] *= slope[e / 4][e % 4];
-      };
-      if constexpr (kEarly || !TRANSFORM) {
-#pragma unroll
-        for (int j = 0; j < BLOCK_Q / 16; ++j) exponentiate(j);
-      }
-      if constexpr (kEarly) {
-        multiply_po(i);
-        wgmma_wait<1>();
-      } else {
-        // Over long since, but no exponential is moved behind a loop, and they are to run beside
-        // dP.
-        barrier_wait(k_full, job % 2);
-        wgmma_wait<0>();
-      }
-      // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
-      if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
-      if (VECTOR && i == begin) {  // until dK and dV of the keys before have been read from there
-        if (copies) bulk_wait_read();
-        named_sync(1, kComputing);
-      }
       const unsigned ds_tile =
           transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
-      // Step by step to the end: that takes the fewest registers.
 #pragma unroll
-      for (int j = 0; j < BLOCK_Q / 16; ++j) {
-        if constexpr (!kEarly && TRANSFORM) exponentiate(j);
-        if constexpr (!kEarly && !TRANSFORM) round_to_operand(p_rounded[j], s[0], j);
-#pragma unroll
-        for (int n = 2 * j; n < 2 * j + 2; ++n) {
-          const float2 delta = shared.dout.pair(i, n);
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            ds[0][n][e] = s[0][n][e] * (ds[0][n][e] - (e % 2 ? delta.y : delta.x));
+      for (int part = 0; part < kParts; ++part) {
+        if (part > 0) {
+          load_numbers(shared.q, i, part);
+          wgmma_wait<1>();  // dV of the part before, which has the registers for P
         }
-        round_to_operand(ds_rounded[j], ds[0], j);
-        store_matrices_transposed(STile::part(ds_tile, j, 0), ds_rounded[j]);
+        // s becomes P, times the slope of the softcap once P is rounded.
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          float slope[2][4];
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const float2 lse = numbers[2 * j + n];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float& x = s[0][2 * (part * kSteps + j) + n][e];
+              slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
+              x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
+            }
+          }
+          round_to_operand(p_rounded[j], s[0], part * kSteps + j);
+#pragma unroll
+          for (int e = 0; e < 8; ++e)
+            s[0][2 * (part * kSteps + j) + e / 4][e % 4] *= slope[e / 4][e % 4];
+        }
+        load_numbers(shared.dout, i, part);
+        multiply_po(i, part);
+        wgmma_wait<1>();  // dP; or dK of the part before, which has the registers for dS
+        if (part == 0) {
+          // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
+          if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
+          if (VECTOR && i == begin) {  // until dK and dV of the keys before were read from there
+            if (copies) bulk_wait_read();
+            named_sync(1, kComputing);
+          }
+        }
+        // Step by step to the end: that takes the fewest registers.
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          const int step = part * kSteps + j;
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const float2 delta = numbers[2 * j + n];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float& x = ds[0][2 * step + n][e];
+              x = s[0][2 * step + n][e] * (x - (e % 2 ? delta.y : delta.x));
+            }
+          }
+          round_to_operand(ds_rounded[j], ds[0], step);
+          store_matrices_transposed(STile::part(ds_tile, step, 0), ds_rounded[j]);
+        }
+        if (part + 1 < kParts) multiply_sq(i, part);
       }
       fence_async();
-    };
-    if (work.total > 0) {
-      shared.q.wait(i);
-      multiply_kq(i);
-      barrier_wait(v_full, job % 2);
-      differentiate(i);
-      for (;;) {
-        if constexpr (!kEarly) multiply_po(i);
-        named_sync(1, kComputing);  // dS is there
-        multiply_sk(i);
-        multiply_sq(i);
-        wgmma_wait<1>();
-        shared.dout.release(i);
-        pass_on_dq(i);
-        if (++i == end) break;
-        work.step(q0, q_head);
-        shared.q.wait(i);
-        multiply_kq(i);
-        differentiate(i);
-      }
+      named_sync(1, kComputing);  // dS is there
+      // One after the other, so that the first puts its dQ away while the other's is computed.
+      if (kByColumns && group == 1) named_sync(4, kComputing);
+      multiply_sk(i);
+      if (kByColumns && group == 0) named_arrive(4, kComputing);
+      multiply_sq(i, kParts - 1);
+      wgmma_wait<1>();
+      shared.dout.release(i);
+      stage_dq(i);
       wgmma_wait<0>();
-      shared.q.release(i - 1);
+      shared.q.release(i);
     }
+    if (begin != end) pass_on_dq(i - 1);
     release(kv_empty);
 
     // By way of the buffers for dS, one for each.
@@ -385,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Params p) {
   const int tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q, q0 = blockIdx.x % tiles * BLOCK_Q;
   const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   const float* part = dq_sum(p, blockIdx.x) + group * kDqPart + threadIdx.x % 128 * 4;
   float dq[1][kDqColumns / 8][4];
   if (p.counters && p.counters[blockIdx.x] == 0)  // queries that see no key

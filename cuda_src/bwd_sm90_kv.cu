@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int group = warpgroup();
   const long long row0 =
       SPLIT ? first_kv_row<STATS_KEYS>(p, shared.work.batch, shared.work.head) : 0;
   if (group == 0) {

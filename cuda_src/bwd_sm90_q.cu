@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   if (kGroups > 1) registers_raise<kComputingRegisters>();
 
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], ds[1][BLOCK_K / 8][4], dq[1][HEAD_DIM / 8][4];
   // Of a tile, with SPLIT, so many columns at a time.

@@ -114,7 +114,7 @@ DEVICE void finish(const Params& p, const Work& work, Softmax& softmax, float un
 DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool copies,
                   const Work& work, const float (&o)[1][VALUE_DIM / 8][4],
                   const float (&inverse)[2]) {
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   if constexpr (SPLIT) {
     const Head<float> out(p.out, work.batch, work.head);
 #pragma unroll
@@ -225,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   registers_raise<kComputingRegisters>();
 
-  const int group = threadIdx.x / 128;
+  // With SPLIT it spilled 12 bytes otherwise.
+  const int group = SPLIT ? threadIdx.x / 128 : warpgroup();
   const bool copies = threadIdx.x % 128 == 0;  // for its warpgroup
   const Scores scores(p.scale, p.softcap);
   float s[1][BLOCK_K / 8][4], o[1][VALUE_DIM / 8][4];

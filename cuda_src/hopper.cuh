@@ -39,6 +39,10 @@ DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
 DEVICE void named_sync(int name, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+// The same for warps that don't wait for the others.
+DEVICE void named_arrive(int name, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
 // Whether it is so for any of them.
 DEVICE bool named_any(int name, int threads, bool so) {
   int any;

@@ -1,6 +1,7 @@
 // Tiles as tensor copies write them and wgmma reads them, rings of them, and what becomes of
 // accumulators. Tile is a multiple of 64 columns wide; fragments are those of a warpgroup, 64 rows.
 #pragma once
+#include "quad.cuh"
 #include "ring.cuh"
 #include "tile.cuh"
 #include "wgmma.cuh"
@@ -17,20 +18,6 @@ DEVICE void load(unsigned tile, const TensorMap& map, unsigned barrier, int row,
     tensor_load(tile + slab * T::kSlabBytes, map, barrier, slab * 64, row, head, batch);
 }
 
-// Word j of thread i of four becomes word i of thread j.
-DEVICE void transpose_in_quad(unsigned (&words)[4]) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = threadIdx.x & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const unsigned other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
-      (upper ? words[i] : words[i + step]) = other;
-    }
-  }
-}
-
 // Of an operand that is summed over its columns: columns 16 i .., in the descriptor's units.
 template <class T>
 DEVICE constexpr int columns_at(int i) {
@@ -41,6 +28,10 @@ DEVICE constexpr int rows_at(int i) { return i * (16 * 128 >> 4); }
 
 // Through a shuffle: else the compiler keeps sums of addresses in registers.
 DEVICE unsigned hidden(unsigned operand) { return __shfl_sync(~0u, operand, 0); }
+// By a reduction, after which the compiler knows that a warp's threads agree. What follows from
+// this, addresses of operands first of all, is in uniform registers then.
+DEVICE int uniform(int x) { return __reduce_or_sync(~0u, x); }
+DEVICE int warpgroup() { return uniform(threadIdx.x / 128); }
 
 // Products of operands that are sums of kParts, which lie side by side: high, then low. The small
 // ones first: low x high, high x low, high x high.

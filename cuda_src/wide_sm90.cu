@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     wide_sm90(const Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int group = threadIdx.x / 128;
+  const int group = warpgroup();
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.own_full), 1);
     for (int i = 0; i < kRings * STAGES; ++i) {

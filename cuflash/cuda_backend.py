@@ -405,6 +405,8 @@ def _backward_plan(
     elif isinstance(tiles, WideTiles | WideHopper | HopperDoubleBackward):
         tiles_of_head = max(1, -(-problem.sq // tiles.resident))
         section = _section(problem, 2 * _limits(device)[2] / tiles_of_head)
+    elif isinstance(tiles, HopperBackward):
+        section = _together(problem, tiles)
     else:
         section = tiles.together if isinstance(tiles, OnHopper) else 0
     if isinstance(tiles, OnHopper):
@@ -445,6 +447,17 @@ def _section(p: Problem, heads_that_fill: float) -> int:
     cached = 32e6 / max(1, p.sk * (p.d + p.dv) * p.itemsize) * p.group
     sections = max(1, round(heads / max(cached, heads_that_fill)))
     return max(1, -(-heads // sections))
+
+
+def _together(p: Problem, tiles: HopperBackward) -> int:
+    """Key/value heads that a Hopper backward launch works on at a time.
+
+    As many as have q, dout and the sums of dq in 36 MB of the L2 cache: each tile of keys passes
+    over them. d=128, S=8192: 4 heads 553, 8 544, 16 536. But blocks of a head take turns: at least
+    4 heads (docs/kernels.md).
+    """
+    of_head = p.group * p.sq * ((p.d + p.dv) * p.itemsize + p.d * 4)
+    return min(tiles.together, max(4, round(36e6 / of_head)))
 
 
 def _turns(p: Problem) -> tuple[int, int]:

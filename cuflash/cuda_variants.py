@@ -348,8 +348,7 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
 
 
 def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
-    # Whole slots of both K and V, in which each warp has 16 columns of V.
-    d, dv = rounded_up(problem.d, 64), rounded_up(problem.dv, max(64, 16 * tiles.across))
+    d, dv = rounded_up(problem.d, 64), rounded_up(problem.dv, _shared_columns(tiles))
     # Q; numbers of rows, exponentials that warps share, the table of powers and barriers.
     fixed = 8 * tiles.resident * d + 3 * KIB
     fixed += 8 * tiles.resident * tiles.streamed if tiles.across > 1 else 0
@@ -365,19 +364,24 @@ def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
 
 
 def _fp64_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    # Whole slots: 16 columns of each warp in it.
-    d, dv = (rounded_up(width, max(64, 16 * tiles.across)) for width in (problem.d, problem.dv))
+    d, dv = (rounded_up(width, _shared_columns(tiles)) for width in (problem.d, problem.dv))
     # K and V; P or dS; work, the table of powers and barriers.
     fixed = 8 * tiles.resident * (d + dv + tiles.streamed) + KIB
+    macros = {"PART_Q": tiles.part}
 
     def step(entry):
-        return _fp64_ring("bwd_sm90_fp64", entry, problem, tiles, vector, (d, dv), {}, fixed)
+        return _fp64_ring("bwd_sm90_fp64", entry, problem, tiles, vector, (d, dv), macros, fixed)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
         (step("row_delta"), -(-heads * problem.sq // DELTA_ROWS)),
         (step("bwd_sm90_fp64"), heads_kv * -(-problem.sk // tiles.resident)),
     ]
+
+
+def _shared_columns(tiles: HopperDouble | HopperDoubleBackward) -> int:
+    """Of whole slots, in which each warp has 16 columns."""
+    return max(64, 16 * tiles.across)
 
 
 def _fp64_ring(file, entry, problem, tiles, vector, widths, macros, fixed) -> Variant:

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <vector>
 
 using std::exp, std::log, std::max, std::min, std::tanh;
@@ -52,6 +53,10 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return with_lanes(value, [=](T* warp) { return warp[lane]; });
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return with_lanes(value,
+                    [](unsigned* warp) { return std::reduce(warp, warp + 32, 0u, std::bit_or{}); });
 }
 inline bool __any_sync(unsigned, bool value) {
   return with_lanes(value,

@@ -43,17 +43,23 @@ inline std::mutex named_mutex;
 inline std::condition_variable named_changed;
 inline Named named[16];
 
+inline bool arrives_last(Named& n, int threads, bool so = false) {
+  n.any |= so;
+  if (++n.arrived < threads) return false;
+  n.result = n.any, n.any = false, n.arrived = 0, ++n.generation;
+  named_changed.notify_all();
+  return true;
+}
+inline void named_arrive(int name, int threads) {
+  std::unique_lock lock(named_mutex);
+  arrives_last(named[name], threads);
+}
 inline bool named_any(int name, int threads, bool so) {
   std::unique_lock lock(named_mutex);
   Named& n = named[name];
-  n.any |= so;
   const unsigned generation = n.generation;
-  if (++n.arrived == threads) {
-    n.result = n.any, n.any = false, n.arrived = 0, ++n.generation;
-    named_changed.notify_all();
-  } else {
+  if (!arrives_last(n, threads, so))
     named_changed.wait(lock, [&] { return n.generation != generation; });
-  }
   return n.result;
 }
 inline void named_sync(int name, int threads) { named_any(name, threads, false); }

@@ -26,17 +26,16 @@ ARCHITECTURES = {
 }  # fmt: skip
 #: Bytes that may be spilled: a few loop-invariant values where 255 registers are all in use. The
 #: tiles that spill nothing measured 5 to 10 % slower on an H200 (docs/kernels.md).
-#: bwd_sm90: of the copying thread, once for each tile of keys; and with a softcap, results of any
-#: strides and d = 128 once at the end of it. wide_sm90: float32, 8 in out, 24 in dK, 92 in dQ.
-#: bwd_simt: 12 in float64 at 256 on 7.5 and at 64 on 10.0, where dK and dV go to memory in between,
-#: and 16 in float32 at 1,024. wide_sm80: 32 in out.
+#: bwd_sm90: of the copying thread, once for each tile of keys. wide_sm90: float32, 76 in out, 12 in
+#: dK, 96 in dQ; 28, 20 and 84 when addresses were in other than uniform registers, and 3 to 6 %
+#: slower. bwd_simt: 12 in float64 on 7.5. wide_sm80: 20 in out.
 #: fwd_simt/mma: float64 of 64 columns, where P V is summed tile by tile; bwd_simt/mma: with a
 #: softcap, else 28. fwd_sm90_fp64, bwd_sm90_fp64: a width of 128; forward with slots of half the
 #: size 196, and slower.
 SPILLS = {
     "fwd_sm80": 0, "bwd_sm80": 40, "store_dq": 0, "fwd_simt": 0, "fwd_simt/mma": 32,
-    "bwd_simt": 16, "bwd_simt/mma": 232, "fwd_sm90": 0, "bwd_sm90": 44, "bwd_sm90_kv": 0,
-    "bwd_sm90_q": 0, "split": 0, "split_rows": 0, "wide_sm80": 32, "wide_sm90": 92,
+    "bwd_simt": 12, "bwd_simt/mma": 220, "fwd_sm90": 0, "bwd_sm90": 36, "bwd_sm90_kv": 0,
+    "bwd_sm90_q": 0, "split": 0, "split_rows": 0, "wide_sm80": 20, "wide_sm90": 96,
     "fwd_sm90_fp64": 960, "bwd_sm90_fp64": 896,
 }  # fmt: skip
 
