@@ -178,6 +178,19 @@ def test_the_tiles_of_a_causal_call_end_together(heads, s, d):
     assert max(ends) <= 1.05 * sum(lengths) / multiprocessors
 
 
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("s", [128, 1024, 4096, 8192, 65536])
+def test_heads_of_a_backward_pass_fit_the_l2_cache_together(s, d, group):
+    problem = Problem("cuda", "bfloat16", 1, 32 * group, 32, s, s, d, d, 1.0)
+    tiles = cuda_tiles.BACKWARD_HOPPER[d]
+    heads = cuda_backend._together(problem, tiles)
+    of_head = group * s * d * (2 + 2 + 4)  # q, dout, and dq in float32
+    assert 4 <= heads <= tiles.together
+    assert heads == 4 or heads * of_head < 40e6
+    assert heads == tiles.together or (heads + 1) * of_head > 36e6
+
+
 @pytest.mark.parametrize("dtype", cuda_tiles.FORWARD)
 @pytest.mark.parametrize(("d", "dv"), [(72, 40), (264, 40)])
 def test_other_variants_compile(d, dv, dtype):
