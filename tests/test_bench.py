@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +115,21 @@ def test_counters_are_read_from_csv(bench):
         "1. row_delta": {"a.sum": 1234, "b.avg": 5.5},
         "2. bwd_sm90": {"a.sum": 7},
     }
+
+
+def test_clock_and_power_are_sampled_while_a_call_is_repeated(bench, monkeypatch):
+    from bench import power
+
+    device = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    )
+    talk = "import time\nwhile True: print('1700, 699.5', flush=True); time.sleep(0.01)"
+    monkeypatch.setattr(power, "_QUERY", [sys.executable, "-c", talk])
+    course = power.repeated(lambda: time.sleep(0.001), 1e9, 0.5)
+    assert (course.clock, course.power) == (1700, 699.5)
+    assert 0 < course.first <= 1 and 0 < course.last <= 1
+    assert power.parsed("1980, 465.19\n1710, 738.0\n17") == [(1980, 465.19)]
 
 
 def test_only_right_results_are_timed(bench):
