@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from . import report as reporting
-from .cases import SETS, Case, select
+from .cases import Case, add_options, select
 from .contenders import Contender, contenders
 from .measure import Cpu, Gpu, ceilings
 from .run import Device, run_case
@@ -22,15 +22,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "gpu"), help="default: gpu if CuPy finds one")
-    add("--set", choices=SETS, action="append", help="named cases; default: the device's; repeats")
-    add(
-        "--case",
-        action="append",
-        default=[],
-        metavar="WORDS",
-        help='only cases whose name has these parts ("float32 s4096 causal"), or any case by its '
-        "whole name, as --list shows it; repeats",
-    )
+    add_options(parser, "the device's")
     add("--only", action="append", default=[], metavar="TEXT", help="contenders with TEXT; repeats")
     add("--skip", action="append", default=[], metavar="TEXT", help="none with TEXT; repeats")
     add("--seconds", type=float, default=0.2, help="of each measurement, about")

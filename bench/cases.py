@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import zlib
@@ -155,6 +156,20 @@ SETS = {
     "wide": _wide(),
     "decode": _decode(),
 }
+
+
+def add_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """What `select` is asked by; `default` names the set that is meant without --set."""
+    add = parser.add_argument
+    add("--set", choices=SETS, action="append", help=f"named cases; default: {default}; repeats")
+    add(
+        "--case",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help='only cases whose name has these parts ("float32 s4096 causal"), or any case by its '
+        "whole name, as `python -m bench --list` shows it; repeats",
+    )
 
 
 def select(sets: list[str], wanted: list[str]) -> list[Case]:

@@ -11,7 +11,7 @@ import csv
 import subprocess
 import sys
 
-from .cases import SETS, Case, select
+from .cases import Case, add_options, select
 from .contenders import cuflash
 
 #: Column: counter, and what to divide by.
@@ -76,10 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m bench.counters",
         description="What an NVIDIA GPU counted in cuflash's kernels, by Nsight Compute.",
     )
-    add = parser.add_argument
-    add("--set", choices=SETS, action="append", help="named cases; default: tokens16k; repeats")
-    add("--case", action="append", default=[], metavar="WORDS", help="as in python -m bench")
-    add("--profiled", help=argparse.SUPPRESS)
+    add_options(parser, "tokens16k")
+    parser.add_argument("--profiled", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.profiled:
         profiled(options.profiled)

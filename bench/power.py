@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from . import check
-from .cases import SETS, Case, Inputs, select
+from .cases import Case, Inputs, add_options, select
 from .contenders import Contender, Refused, contenders
 
 _QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "-lms", "50"]
@@ -94,8 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         description="What a GPU delivers at first, when a call is repeated, and on constants.",
     )
     add = parser.add_argument
-    add("--set", choices=SETS, action="append", help="named cases; default: tokens16k; repeats")
-    add("--case", action="append", default=[], metavar="WORDS", help="as in python -m bench")
+    add_options(parser, "tokens16k")
     add("--only", action="append", default=[], metavar="TEXT", help="contenders with TEXT; repeats")
     add("--seconds", type=float, default=1.0, help="of each course")
     options = parser.parse_args(arguments)
