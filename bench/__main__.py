@@ -72,12 +72,7 @@ def _gpu_is_here() -> bool:
 def _contenders(case: Case, device: Device, options: argparse.Namespace) -> list[Contender]:
     if options.sweep:
         return candidates(options.sweep, case, device.kind, options.grid)
-    return [
-        contender
-        for contender in contenders(device.kind)
-        if not any(text in contender.name for text in options.skip)
-        and (not options.only or any(text in contender.name for text in options.only))
-    ]
+    return contenders(device.kind, options.only, options.skip)
 
 
 def _measured(

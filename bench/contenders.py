@@ -14,7 +14,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +43,10 @@ class Contender:
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def contenders(device: str) -> list[Contender]:
-    """Everything installed that can run on "cpu" or "cuda"."""
+def contenders(
+    device: str, only: Collection[str] = (), skip: Collection[str] = ()
+) -> list[Contender]:
+    """What is installed and runs on "cpu" or "cuda", with a text of `only` and none of `skip`."""
     own = "cupy" if device == "cuda" else "numpy"
     found = [cuflash(name, own) for name in api.BACKENDS]
     found.append(Contender("materialised", _materialised, own))
@@ -56,7 +58,12 @@ def contenders(device: str) -> list[Contender]:
             found.append(Contender("FlashAttention-4", _flash_attention_4, "torch"))
         if device == "cuda" and _importable("flash_attn3_jax"):
             found.append(Contender("FlashAttention-3", _flash_attention_3, ""))
-    return found
+    return [
+        contender
+        for contender in found
+        if not any(text in contender.name for text in skip)
+        and (not only or any(text in contender.name for text in only))
+    ]
 
 
 def _importable(module: str) -> bool:

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 from . import check
 from .cases import Case, Inputs, add_options, select
-from .contenders import Contender, Refused, contenders
+from .contenders import Contender, contenders
+from .measure import Gpu
+from .run import Device, Result, recorded, verify
 
 _QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "-lms", "50"]
 _QUERY += ["--format=csv,noheader,nounits"]
@@ -74,18 +76,23 @@ def repeated(call: Callable[[], Any], flops: float, seconds: float) -> Course:
     return Course(rates[0], median(late), median(clocks), median(powers))
 
 
-def courses(case: Case, who: Contender, seconds: float) -> tuple[Course, Course]:
-    """On random numbers, where the result is right; and on constants."""
-    import cupy
-
-    flops = case.problem("cuda").flops(case.backward)
-    random = case.inputs(cupy, 0)
-    call = who.prepare(case, random)
-    if not check.error(case, call(), check.expected(case, random)) <= check.TOLERANCE[case.dtype]:
-        raise ArithmeticError("wrong result")
-    on_random = repeated(call, flops, seconds)
-    constant = Inputs(*(cupy.full_like(x, 0.5) for x in random))
-    return on_random, repeated(who.prepare(case, constant), flops, seconds)
+def courses(
+    device: Device, case: Case, who: list[Contender], seconds: float
+) -> Iterator[tuple[Result, list[Course]]]:
+    """Of each that is right: on random numbers, and on constants."""
+    flops = case.problem("cpu").flops(case.backward)
+    random = case.inputs(device.xp, 0)
+    constant = Inputs(*(device.xp.full_like(x, 0.5) for x in random))
+    parts = check.expected(case, random)
+    for contender in who:
+        device.free()
+        result, found = Result(case, contender.name), []
+        with recorded(result), contender.around():
+            verify(result, contender, random, parts)
+            if result.status == "ok":
+                calls = [contender.prepare(case, x) for x in (random, constant)]
+                found = [repeated(call, flops, seconds) for call in calls]
+        yield result, found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,22 +113,16 @@ def main(arguments: list[str] | None = None) -> int:
         table.add_column(column, no_wrap=True)
     for column in ("first TFLOP/s", "last", "MHz", "W", "constants: first", "last", "MHz", "W"):
         table.add_column(column, justify="right", no_wrap=True)
-    texts = options.only or ["cuflash cuda"]
+    device, who = Gpu(), contenders("cuda", options.only or ["cuflash cuda"])
+    results = []
     for case in select(options.set or ["tokens16k"], options.case):
         table.add_section()
-        for who in contenders("cuda"):
-            if not any(text in who.name for text in texts):
-                continue
-            try:
-                with who.around():
-                    both = courses(case, who, options.seconds)
-            except Refused as reason:
-                table.add_row(case.name, who.name, str(reason))
-                continue
-            cells = [f"{x:.4g}" for c in both for x in (c.first, c.last, c.clock, c.power)]
-            table.add_row(case.name, who.name, *cells)
+        for result, found in courses(device, case, who, options.seconds):
+            cells = [f"{x:.4g}" for c in found for x in (c.first, c.last, c.clock, c.power)]
+            table.add_row(case.name, result.contender, *(cells or [result.status, result.note]))
+            results.append(result)
     Console(width=160).print(table)
-    return 0
+    return any(result.status in ("wrong", "failed") for result in results)
 
 
 if __name__ == "__main__":

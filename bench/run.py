@@ -79,8 +79,8 @@ def run_case(
     results = [Result(case, contender.name) for contender in contenders]
     for result, contender in zip(results, contenders, strict=True):
         device.free()
-        with _recorded(result), contender.around():
-            _verify(result, contender, x, parts)
+        with recorded(result), contender.around():
+            verify(result, contender, x, parts)
     del parts
     right = _right(list(zip(results, contenders, strict=True)))
     # S x S contenders at great lengths would not fit beside each other: each is timed alone.
@@ -94,7 +94,8 @@ def run_case(
     return results
 
 
-def _verify(result: Result, contender: Contender, x: Inputs, parts: list[check.Part]) -> None:
+def verify(result: Result, contender: Contender, x: Inputs, parts: list[check.Part]) -> None:
+    """Whether what comes out is right; the memory of a warm call, too."""
     case = result.case
     result.error = check.error(case, contender.prepare(case, x)(), parts)
     if not result.error <= check.TOLERANCE[case.dtype]:  # NaN is wrong too
@@ -110,7 +111,7 @@ def _time_in_turn(
     """Some calls of each, then again from the first on, so that all see the same clocks."""
     ready: list[tuple[Result, Contender, Call, float]] = []
     for result, contender in group:
-        with _recorded(result), contender.around():
+        with recorded(result), contender.around():
             call = contender.prepare(result.case, x)
             ready.append((result, contender, call, device.time(call, 1)[0]))
     if not ready:
@@ -118,12 +119,12 @@ def _time_in_turn(
     rounds = measure.repeats_within(seconds, max(one for *_, one in ready), 3, device.rounds)
     for _ in range(rounds):
         for result, contender, call, one in _right(ready):
-            with _recorded(result), contender.around():
+            with recorded(result), contender.around():
                 repeats = measure.repeats_within(seconds / rounds, one, 1, 50)
                 device.settle()
                 result.seconds += device.time(call, repeats)
     for result, contender, call, one in _right(ready):
-        with _recorded(result), contender.around():
+        with recorded(result), contender.around():
             result.host_seconds = device.host_time(call, measure.repeats_within(0.05, one, 3, 20))
 
 
@@ -132,7 +133,7 @@ def _right(ready: list[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _recorded(result: Result) -> Iterator[None]:
+def recorded(result: Result) -> Iterator[None]:
     """What stops one contender, whatever it is, is its result; the others go on."""
     try:
         yield

@@ -132,6 +132,26 @@ def test_clock_and_power_are_sampled_while_a_call_is_repeated(bench, monkeypatch
     assert power.parsed("1980, 465.19\n1710, 738.0\n17") == [(1980, 465.19)]
 
 
+def test_only_right_results_are_repeated(bench, monkeypatch):
+    from bench import power
+    from bench.contenders import Contender
+
+    def right(case, x):
+        return lambda: flash_attention(*x[1:])
+
+    def half(case, x):
+        return lambda: flash_attention(*x[1:]) / 2
+
+    course = power.Course(2, 1, 1700, 700)
+    seen = []
+    monkeypatch.setattr(power, "repeated", lambda call, *_: seen.append(call()) or course)
+    (case,) = _cases("float32-b1-h2-s40-d8-full-forward")
+    who = [Contender(f.__name__, f, "numpy") for f in (half, right)]
+    found = list(power.courses(bench.measure.Cpu(), case, who, 1.0))
+    assert [(r.status, c) for r, c in found] == [("wrong", []), ("ok", [course, course])]
+    assert len(seen) == 2 and (seen[1] == 0.5).all()
+
+
 def test_only_right_results_are_timed(bench):
     from bench.contenders import Contender, Refused
 
