@@ -184,8 +184,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_simt(const Params 
   const bool waits_first = threadIdx.x / 128 % 2;
   WarpTurn dq_turn;
   const auto take_turn = [&](Place at) {
-    const int tiles = (p.sq + STREAMED - 1) / STREAMED;
-    const int part = ((batch * p.heads + at.head) * tiles + at.q0 / STREAMED) * kChunks + chunk;
+    const int part = dq_tile<STREAMED>(p, batch, at.head, at.q0) * kChunks + chunk;
     dq_turn.take(p, part * WARPS + static_cast<int>(threadIdx.x) / 32,
                  tile - k_bounds(at.q0, p.sk, p.lo_shift, p.hi_shift).lo / kRows);
   };

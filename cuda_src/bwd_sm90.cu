@@ -9,8 +9,9 @@
 // Two warpgroups compute, 64 keys each; of the third, one thread copies and two add to dQ:
 //   S^T = K Q^T, dP^T = V dO^T    keys x queries, both operands in shared memory
 //   dV += P^T dO, dK += dS^T Q    what the two became, rounded, is the left operand as it lies
-//   dQ = dS K                     of all 128 keys: dS goes through shared memory, a query a row
-// The two share dQ, BLOCK_Q x HEAD_DIM, by rows where there are 128 queries, by columns with 64.
+//   dQ^T = K^T dS^T               of all 128 keys: dS goes through shared memory, a query a row
+// Of dQ^T a warpgroup makes what belongs to 64 columns of the head, or with a head of no more to 64
+// of the 128 queries.
 //
 //   thread       waits for                 then
 //   copying      work_empty                says what the work is, arrives at work_full
@@ -23,16 +24,17 @@
 //   dQ of the first has begun
 //
 // What a computing warpgroup does in a tile of queries (+ what runs meanwhile):
-//   S and dP begin; dQ of the tile before is passed on (+ S); P = exp(S) (+ dP); dS (+ dV); dQ and
-//   dK begin; dQ is put away (+ dK)
-// Of 128 queries it is 64 and 64: the second P (+ dK of the first half), dS (+ dV of the second).
+//   S and dP begin; dQ of the tile before is passed on (+ S); P = exp(S) (+ dP), and half of dV
+//   begins; dS (+ dV), and the rest begins; dQ and dK begin; dQ is put away (+ dK)
+// Of 128 queries it is 64 and 64: the second P (+ dV and dK of the first half).
 //
 // With p.counters, as in bwd_sm80.cu, blocks of a head take turns at dQ, in the order of their
 // keys, so that results repeat bit for bit; the first stores, and only counters must begin as
 // zeros. The adding threads wait for turns, and nobody else does.
 //
-// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_Q (128; or 64, with HEAD_DIM of two
-// slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in fwd_sm80.cu).
+// Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_Q (128; or 64 or 80, with HEAD_DIM of
+// two slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in
+// fwd_sm80.cu).
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608.
 #include "softmax.cuh"
 #include "warpgroup.cuh"
@@ -49,15 +51,18 @@ using OTile = Tile<BLOCK_Q, 64 * slabs(VALUE_DIM), kComputing>;
 using STile = Tile<BLOCK_Q, BLOCK_K, kComputing>;  // dS
 using Work = KeyWork<BLOCK_K, BLOCK_Q>;
 
-// Of dQ, what a warpgroup computes: 64 rows, or half of the columns.
-constexpr bool kByColumns = BLOCK_Q == 64;
-constexpr int kDqWidth = kByColumns ? KTile::kWidth : HEAD_DIM;
-constexpr int kDqColumns = kByColumns ? kDqWidth / 2 : HEAD_DIM;
-constexpr int kDqPart = 64 * kDqColumns;  // numbers
-static_assert(kByColumns ? kDqWidth == 128 : BLOCK_Q == 128, "whole slabs, 64 rows");
-// P and dS are of so many parts of a tile's queries, one after the other: of 128 queries P, both
-// rounded and not, is more than registers hold.
-constexpr int kParts = kByColumns ? 1 : 2, kSteps = BLOCK_Q / 16 / kParts;
+constexpr bool kTwoSlabs = slabs(HEAD_DIM) == 2;
+static_assert(kTwoSlabs ? BLOCK_Q <= 80 : BLOCK_Q == 128, "what registers hold");
+// Of dQ^T, what a warpgroup computes: 64 columns of the head by so many queries.
+constexpr int kDqQueries = kTwoSlabs ? BLOCK_Q : 64;
+constexpr int kDqPart = 64 * kDqQueries;  // numbers
+// Of so many steps of 16 queries P and dS are made at a time: of 128 queries in two halves, as P
+// both rounded and not is more than registers hold. `half` is the first step of one.
+constexpr int kSteps = (kTwoSlabs ? BLOCK_Q : 64) / 16, kLastHalf = BLOCK_Q / 16 - kSteps;
+// dV of so many steps begins before dS, and only then are the others rounded: 2 % faster than all
+// before or after. With 80 queries there are no registers for any. With 64 and scores that are
+// transformed, P of which is rounded at once, 2 spilled 16 bytes more.
+constexpr int kEarly = BLOCK_Q == 80 ? 0 : BLOCK_Q == 64 && TRANSFORM ? 3 : 2;
 
 struct Shared {
   KTile::Storage k;
@@ -83,6 +88,7 @@ template <int kWidth>
 DEVICE void store(const Array& array, const TensorMap& map, unsigned tile, bool copies, int k0,
                   int head, int batch, const float (&c)[kWidth / 8][4], float factor, int rows,
                   int width) {
+  // Not handed over: that took a register, and with 80 queries no dS was stored before the last.
   const int group = warpgroup();
   if constexpr (VECTOR) {
     using Rows = Tile<64, 64 * slabs(kWidth), 128>;
@@ -114,14 +120,10 @@ DEVICE Work uniform(const Work& work) {
   return x;
 }
 
-DEVICE long long dq_tile(const Params& p, int batch, int head, int q0) {
-  const long long tiles = (p.sq + BLOCK_Q - 1) / BLOCK_Q;
-  return (static_cast<long long>(batch) * p.heads + head) * tiles + q0 / BLOCK_Q;
-}
 // Where a tile of dQ begins in memory: its warpgroups' fragments one after another, of each the
 // four numbers of each thread.
-DEVICE float* dq_sum(const Params& p, long long tile) {
-  return p.dq_sum + tile * (kGroups * kDqPart);
+DEVICE float* dq_sum(const Params& p, int tile) {
+  return p.dq_sum + static_cast<long long>(tile) * (kGroups * kDqPart);
 }
 
 extern "C" __global__ void row_delta(const Params p) { write_row_delta<ELEMENT, BLOCK_Q>(p); }
@@ -199,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
         for (const unsigned end = i + work.total; i != end; ++i, work.step(q0, q_head)) {
           if (i % 2 != parity) continue;
-          const long long tile = dq_tile(p, work.batch, q_head, q0);
+          const int tile = dq_tile<BLOCK_Q>(p, work.batch, q_head, q0);
           constexpr int kBytes = kGroups * kDqPart * sizeof(float);
           const unsigned part = dq_parts + i % DQ_STAGES * kBytes;
           const int turn = p.counters ? work.turn(p, q0) : -1;
@@ -232,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int group = warpgroup();
   const bool copies = threadIdx.x % 128 == 0;
   const Scores scores(p.scale, p.softcap);
-  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kByColumns ? 1 : kDqColumns / 8][4];
+  float s[1][BLOCK_Q / 8][4], ds[1][BLOCK_Q / 8][4], own_dq[kTwoSlabs ? 1 : kDqQueries / 8][4];
   // In the registers of S, by name: the compiler would find others, which there are not.
   auto& dq = [&]() -> auto& {
-    if constexpr (kByColumns)
+    if constexpr (kTwoSlabs)
       return s[0];
     else
       return own_dq;
@@ -249,33 +251,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     multiply_transposed<VTile, OTile, VALUE_DIM>(ds[0], v_tile + group * 64 * 128,
                                                  shared.dout.tile(i));
   };
-  // Of a part of the queries, 128 bytes each of which is a row of every slab.
-  auto multiply_po = [&](int i, int part) {  // dV += P^T dO
-    multiply<OTile>(dv[0], p_rounded, shared.dout.tile(i) + part * kSteps * 16 * 128);
+  // Of a half of the queries that begins with step `half`; 16 rows of a slab are 16 x 128 bytes.
+  auto multiply_po_early = [&](int i, int half) {  // dV += P^T dO
+    multiply_steps<OTile, 0, kEarly>(dv[0], p_rounded, shared.dout.tile(i) + half * 16 * 128);
   };
-  auto multiply_sq = [&](int i, int part) {  // dK += dS^T Q
-    multiply<QTile>(dk[0], ds_rounded, shared.q.tile(i) + part * kSteps * 16 * 128);
+  auto multiply_po_late = [&](int i, int half) {
+    multiply_steps<OTile, kEarly, kSteps>(dv[0], p_rounded, shared.dout.tile(i) + half * 16 * 128);
   };
-  auto multiply_sk = [&](int i) {  // dQ = dS K
-    const unsigned ds_tile = ds_tiles + i % 2 * sizeof(STile::Storage);
-    const int columns = kByColumns ? group * KTile::kSlabBytes : 0;
-    const unsigned k = operand(k_tile + columns, KTile::kSlabBytes);
-    const unsigned ds_operand = operand(ds_tile + (kByColumns ? 0 : group * 64 * 128));
+  auto multiply_sq = [&](int i, int half) {  // dK += dS^T Q
+    multiply_steps<QTile, 0, kSteps>(dk[0], ds_rounded, shared.q.tile(i) + half * 16 * 128);
+  };
+  auto multiply_ks = [&](int i) {  // dQ^T = K^T dS^T
+    const unsigned k = operand(k_tile + (kTwoSlabs ? group * KTile::kSlabBytes : 0));
+    const unsigned ds =
+        operand(ds_tiles + i % 2 * sizeof(STile::Storage) + (kTwoSlabs ? 0 : group * 64 * 128));
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < BLOCK_K / 16; ++j)
-      wgmma<true>(dq, ds_operand + columns_at<STile>(j), k + rows_at(j), j > 0);
+      wgmma<false, true>(dq, k + rows_at(j), ds + columns_at<STile>(j), j > 0);
     wgmma_commit();
   };
 
-  // dQ of the tile numbered i is put where an adding thread takes it; and passed on to that.
+  // Put dQ of tile i where an adding thread finds it, and tell that thread.
   auto stage_dq = [&](int i) {
     const int stage = i % DQ_STAGES;
     barrier_wait(dq_empty + 8 * stage, i / DQ_STAGES % 2 ^ 1);
     const unsigned part =
         dq_parts + (stage * kGroups + group) * kDqPart * sizeof(float) + threadIdx.x % 128 * 16;
 #pragma unroll
-    for (int n = 0; n < kDqColumns / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
+    for (int n = 0; n < kDqQueries / 8; ++n) store_shared16(part + n * 128 * 16, dq[n]);
   };
   auto pass_on_dq = [&](int i) {
     fence_async();
@@ -293,91 +297,114 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const unsigned begin = i, end = i + work.total;
     clear(dk);
     clear(dv);
-    // lse or delta of a part of a tile's queries, in registers where P or dS will be: loads take
-    // long beside products, which read shared memory too.
+    // lse or delta of a half, in registers where P or dS will be: loads take long beside products,
+    // which read shared memory too.
     float2 numbers[2 * kSteps];
-    auto load_numbers = [&](const auto& ring, int i, int part) {
+    auto load_numbers = [&](const auto& ring, int i, int half) {
 #pragma unroll
-      for (int n = 0; n < 2 * kSteps; ++n) numbers[n] = ring.pair(i, part * 2 * kSteps + n);
+      for (int n = 0; n < 2 * kSteps; ++n) numbers[n] = ring.pair(i, 2 * half + n);
     };
     for (; i != end; ++i, work.step(q0, q_head)) {
       const bool masked = q0 < last.lo || q0 + BLOCK_Q > first.hi || key0 + 64 > p.sk;
       auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
+      const unsigned ds_tile =
+          transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
+      auto others = [&] {
+        if (i == begin)
+          barrier_wait(v_full, job % 2);
+        else
+          pass_on_dq(i - 1);
+        shared.dout.wait(i);
+      };
+      auto may_write_ds = [&] {  // once dK and dV of the keys before were read from there
+        if (copies) bulk_wait_read();
+        named_sync(1, kComputing);
+      };
+      auto start_dq = [&] {
+        fence_async();
+        named_sync(1, kComputing);  // dS is there
+        // One after the other, so that the first puts its dQ away while the other's is computed.
+        if (kTwoSlabs && group == 1) named_sync(4, kComputing);
+        multiply_ks(i);
+        if (kTwoSlabs && group == 0) named_arrive(4, kComputing);
+      };
       shared.q.wait(i);
+      // At the edge of a mask no query may see any of this warpgroup's keys.
+      if (kTwoSlabs && (q0 >= last.hi || q0 + BLOCK_Q <= first.lo || key0 >= p.sk)) {
+        others();
+        if (VECTOR && i == begin) may_write_ds();
+        const unsigned zeros[4] = {};
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j)
+          store_matrices_transposed(STile::part(ds_tile, j, 0), zeros);
+        start_dq();
+        wgmma_wait<0>();
+        shared.dout.release(i);
+        stage_dq(i);
+        shared.q.release(i);
+        continue;
+      }
       multiply_kq(i);
-      if (i == begin)
-        barrier_wait(v_full, job % 2);
-      else
-        pass_on_dq(i - 1);
-      shared.dout.wait(i);
+      others();
       load_numbers(shared.q, i, 0);
       multiply_vo(i);
       wgmma_wait<1>();
       scores.transform(s);
       if (masked) apply_mask(s, AllColumns<1>(), work.k0, q0, -kInfinity, seen);
-      const unsigned ds_tile =
-          transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        if (part > 0) {
-          load_numbers(shared.q, i, part);
-          wgmma_wait<1>();  // dV of the part before, which has the registers for P
+      for (int half = 0; half <= kLastHalf; half += kSteps) {
+        if (half > 0) {
+          load_numbers(shared.q, i, half);
+          wgmma_wait<1>();  // dV of the half before, which has the registers for P
         }
         // s becomes P, times the slope of the softcap once P is rounded.
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
+          if (kEarly > 0 && j == kEarly) multiply_po_early(i, half);
           float slope[2][4];
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
             const float2 lse = numbers[2 * j + n];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              float& x = s[0][2 * (part * kSteps + j) + n][e];
+              float& x = s[0][2 * (half + j) + n][e];
               slope[n][e] = fmaxf(scores.slope(x), 0.0f);  // it is -inf where masked
               x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
             }
           }
-          round_to_operand(p_rounded[j], s[0], part * kSteps + j);
+          if (TRANSFORM || j < kEarly) round_to_operand(p_rounded[j], s[0], half + j);
 #pragma unroll
-          for (int e = 0; e < 8; ++e)
-            s[0][2 * (part * kSteps + j) + e / 4][e % 4] *= slope[e / 4][e % 4];
+          for (int e = 0; e < 8; ++e) s[0][2 * (half + j) + e / 4][e % 4] *= slope[e / 4][e % 4];
         }
-        load_numbers(shared.dout, i, part);
-        multiply_po(i, part);
-        wgmma_wait<1>();  // dP; or dK of the part before, which has the registers for dS
-        if (part == 0) {
-          // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
-          if (masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
-          if (VECTOR && i == begin) {  // until dK and dV of the keys before were read from there
-            if (copies) bulk_wait_read();
-            named_sync(1, kComputing);
-          }
-        }
+        load_numbers(shared.dout, i, half);
+        // Here, as the assembler moves no exponentials past a branch, and else does past the wait.
+        if (half == 0 && VECTOR && i == begin) may_write_ds();
+        wgmma_wait<(kEarly > 0)>();  // dP; or dK of the half before, which has the registers for dS
+        // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
+        if (half == 0 && masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
         // Step by step to the end: that takes the fewest registers.
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
-          const int step = part * kSteps + j;
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
             const float2 delta = numbers[2 * j + n];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              float& x = ds[0][2 * step + n][e];
-              x = s[0][2 * step + n][e] * (x - (e % 2 ? delta.y : delta.x));
+              float& x = ds[0][2 * (half + j) + n][e];
+              x = s[0][2 * (half + j) + n][e] * (x - (e % 2 ? delta.y : delta.x));
             }
           }
-          round_to_operand(ds_rounded[j], ds[0], step);
-          store_matrices_transposed(STile::part(ds_tile, step, 0), ds_rounded[j]);
+          round_to_operand(ds_rounded[j], ds[0], half + j);
+          store_matrices_transposed(STile::part(ds_tile, half + j, 0), ds_rounded[j]);
         }
-        if (part + 1 < kParts) multiply_sq(i, part);
+#pragma unroll
+        for (int j = kEarly; j < kSteps; ++j)
+          if (!TRANSFORM) round_to_operand(p_rounded[j], s[0], half + j);
+        multiply_po_late(i, half);
+        if (half < kLastHalf) multiply_sq(i, half);
       }
-      fence_async();
-      named_sync(1, kComputing);  // dS is there
-      // One after the other, so that the first puts its dQ away while the other's is computed.
-      if (kByColumns && group == 1) named_sync(4, kComputing);
-      multiply_sk(i);
-      if (kByColumns && group == 0) named_arrive(4, kComputing);
-      multiply_sq(i, kParts - 1);
+      start_dq();
+      multiply_sq(i, kLastHalf);
       wgmma_wait<1>();
       shared.dout.release(i);
       stage_dq(i);
@@ -405,18 +432,22 @@ extern "C" __global__ void __launch_bounds__(kComputing, 1) store_dq(const Param
   const int head = blockIdx.x / tiles % p.heads, batch = blockIdx.x / tiles / p.heads;
   const int group = warpgroup();
   const float* part = dq_sum(p, blockIdx.x) + group * kDqPart + threadIdx.x % 128 * 4;
-  float dq[1][kDqColumns / 8][4];
+  float dq[1][kDqQueries / 8][4];
   if (p.counters && p.counters[blockIdx.x] == 0)  // queries that see no key
     clear(dq);
   else
 #pragma unroll
-    for (int n = 0; n < kDqColumns / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
-  Slice rows(p.dq, batch, head);
-  const int column = kByColumns ? group * kDqColumns : 0;
-  rows.data += column * rows.column;
+    for (int n = 0; n < kDqQueries / 8; ++n) load_16(dq[0][n], part + n * 128 * 4);
+  scale_by(dq, static_cast<float>(p.scale));
+  extern __shared__ __align__(1024) char memory[];
+  const unsigned tile = shared_address(memory);
+  const unsigned origin = transposed_origin<QTile>(tile, kTwoSlabs ? group * 8 : 0);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = q0 + fragment_row<1>(0, r) - (kByColumns ? 64 * group : 0);
-    store_row<VECTOR>(rows, dq[0], r, static_cast<float>(p.scale), row, p.sq, p.d - column);
+  for (int j = 0; j < kDqQueries / 16; ++j) {
+    unsigned words[4];
+    round_to_operand(words, dq[0], j);
+    store_matrices_transposed(QTile::part(origin, kTwoSlabs ? j : group * 4 + j, 0), words);
   }
+  __syncthreads();
+  QTile::store<VECTOR>(Slice(p.dq, batch, head), tile, q0, p.sq, p.d);
 }

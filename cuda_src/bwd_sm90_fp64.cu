@@ -191,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 
   WarpTurn dq_turn;
   auto take_turn = [&](Place at) {
-    const int tiles = (p.sq + kStreamed - 1) / kStreamed;
-    const int tile = (work.batch * p.heads + at.head) * tiles + at.q0 / kStreamed;
+    const int tile = dq_tile<kStreamed>(p, work.batch, at.head, at.q0);
     dq_turn.take(p, tile * WARPS + warp, work.turn(p, at.q0));
   };
 

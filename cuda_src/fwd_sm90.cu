@@ -112,9 +112,8 @@ DEVICE void finish(const Params& p, const Work& work, Softmax& softmax, float un
 
 // Normalise and write the output, by way of the buffer `tile`.
 DEVICE void store(const Params& p, const TensorMap& map, unsigned tile, bool copies,
-                  const Work& work, const float (&o)[1][VALUE_DIM / 8][4],
+                  const Work& work, int group, const float (&o)[1][VALUE_DIM / 8][4],
                   const float (&inverse)[2]) {
-  const int group = warpgroup();
   if constexpr (SPLIT) {
     const Head<float> out(p.out, work.batch, work.head);
 #pragma unroll
@@ -370,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       done = leave();
       finish(p, done, softmax, scores.unit, copies, inverse);
     }
-    store(p, maps.out, shared_address(&shared.out[group]), copies, done, o, inverse);
+    store(p, maps.out, shared_address(&shared.out[group]), copies, done, group, o, inverse);
   }
   if (VECTOR && copies) bulk_wait_read();  // shared memory must last as long
 }

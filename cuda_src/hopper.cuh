@@ -43,7 +43,7 @@ DEVICE void named_sync(int name, int threads) {
 DEVICE void named_arrive(int name, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
-// Whether it is so for any of them.
+// The same, and whether `so` holds for any thread.
 DEVICE bool named_any(int name, int threads, bool so) {
   int any;
   asm volatile(

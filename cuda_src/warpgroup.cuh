@@ -68,10 +68,14 @@ DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kParts][kSteps][4], 
                   term > first_term(kParts) || i > 0 || adds);
   wgmma_commit();
 }
-template <class B, int kSteps, int kN>
-DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kSteps][4], unsigned b_tile,
-                     bool adds = true) {
-  multiply<B>(c, reinterpret_cast<const unsigned (&)[1][kSteps][4]>(a), b_tile, adds);
+// Start c += a b, of 16 rows of the tile with each of the steps kFrom .. of a.
+template <class B, int kFrom, int kTo, int kSteps, int kN>
+DEVICE void multiply_steps(float (&c)[kN][4], const unsigned (&a)[kSteps][4], unsigned b_tile) {
+  const unsigned b = operand(b_tile, B::kSlabBytes);
+  wgmma_fence();
+#pragma unroll
+  for (int i = kFrom; i < kTo; ++i) wgmma<true>(c, a[i], b + rows_at(i));
+  wgmma_commit();
 }
 
 // Accumulators, rounded, as the left operand of a product that is summed over their columns: for

@@ -65,16 +65,17 @@ DEVICE void wgmma_wait() {
 // With a in shared memory, and with a in registers; i .. n number the operands after those of c.
 // Transposed: the summed index counts rows of the operand in memory.
 #define WGMMA(N, i, j, k, l, m, n, o)                                                              \
-  template <bool kTransposedB>                                                                     \
+  template <bool kTransposedB, bool kTransposedA = false>                                          \
   DEVICE void wgmma(float (&c)[N / 8][4], unsigned a, unsigned b, bool add) {                      \
     asm volatile("{ .reg .pred add; .reg .b64 a, b; setp.ne.b32 add, %" #k                         \
                  ", 0; "                                                                           \
                  "mov.b64 a, {%" #i ", " UPPER "}; mov.b64 b, {%" #j ", " UPPER                    \
                  "}; "                                                                             \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES(ELEMENT) " {" NAMES_##N   \
-                 "}, a, b, add, 1, 1, 0, %" #l "; }"                                               \
+                 "}, a, b, add, 1, 1, %" #m ", %" #l "; }"                                         \
                  : C_##N                                                                           \
-                 : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(kTransposedB));                 \
+                 : "r"(a), "r"(b), "r"(static_cast<int>(add)), "n"(kTransposedB),                  \
+                   "n"(kTransposedA));                                                             \
   }                                                                                                \
   template <bool kTransposedB>                                                                     \
   DEVICE void wgmma(float (&c)[N / 8][4], const unsigned (&a)[4], unsigned b, bool add = true) {   \

@@ -172,8 +172,8 @@ def flash_attention_grad(
     deterministic : bool, optional
         Ask for bitwise repeatable gradients. All backends give them without, except raw CUDA on
         Hopper, where blocks add to dq as they come: for 16-bit dtypes of widths up to 128, if batch
-        entries times heads are fewer than 16 (1.4 times faster), and for float64 of widths from 65
-        to 512 (5 to 9 % faster).
+        entries times heads are fewer than 16 (1.4 times faster) or keys 4,096 and more (2 to 9 %
+        faster), and for float64 of widths from 65 to 512 (5 to 9 % faster).
 
     Returns
     -------

@@ -6,6 +6,7 @@ import array
 import ctypes
 import dataclasses
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from .cuda_tiles import (
     BACKWARD_HOPPER,
     BACKWARD_HOPPER_32,
     BACKWARD_HOPPER_64,
+    BACKWARD_HOPPER_LONG,
+    BACKWARD_HOPPER_MASKED,
     FORWARD_HOPPER,
     FORWARD_HOPPER_32,
     FORWARD_HOPPER_64,
@@ -28,6 +31,7 @@ from .cuda_tiles import (
     HopperDouble,
     HopperDoubleBackward,
     HopperTiles,
+    HopperTwoPass,
     OnHopper,
     Portable,
     SplitTiles,
@@ -47,6 +51,7 @@ from .cuda_variants import (
     split_pointers,
     split_widths,
     stats_rows,
+    transform,
     workspace,
 )
 from .problem import Problem
@@ -86,7 +91,12 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         row = next(w for w in FORWARD_HOPPER if w >= width)
         short = not _uniform(problem) and problem.sk <= 1024
         forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
-        return Config(forward[row], BACKWARD_HOPPER[row])
+        backward, masked = BACKWARD_HOPPER, not _uniform(problem)
+        if problem.sk >= 4096 and masked:
+            backward = backward | BACKWARD_HOPPER_MASKED
+        if problem.sk >= (8192 if masked else 4096) and not transform(problem):
+            backward = backward | BACKWARD_HOPPER_LONG
+        return Config(forward[row], backward[row])
     if on_hopper and split:
         of_parts = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
         row = next(w for w in of_parts if w >= width)
@@ -407,8 +417,10 @@ def _backward_plan(
         section = _section(problem, 2 * _limits(device)[2] / tiles_of_head)
     elif isinstance(tiles, HopperBackward):
         section = _together(problem, tiles)
+    elif isinstance(tiles, HopperTwoPass):
+        section = tiles.together
     else:
-        section = tiles.together if isinstance(tiles, OnHopper) else 0
+        section = 0  # these order blocks by themselves
     if isinstance(tiles, OnHopper):
         all_boxes = backward_boxes(tiles, vector)
         if isinstance(tiles, SplitTiles) and tiles.parts:
@@ -452,12 +464,17 @@ def _section(p: Problem, heads_that_fill: float) -> int:
 def _together(p: Problem, tiles: HopperBackward) -> int:
     """Key/value heads that a Hopper backward launch works on at a time.
 
-    As many as have q, dout and the sums of dq in 36 MB of the L2 cache: each tile of keys passes
-    over them. d=128, S=8192: 4 heads 553, 8 544, 16 536. But blocks of a head take turns: at least
-    4 heads (docs/kernels.md).
+    About as many as have q, dout and the sums of dq in 18 MB of the L2 cache, as each tile of keys
+    passes over them; but at least 8, as blocks of a head take turns or add to the same sums. Under
+    a mask blocks wait longer for those before them, a tile of queries each: twice as many where
+    that is 128. And without a rest, as 64 heads in sections of 9 were 6 % slower than of 8
+    (docs/kernels.md).
     """
     of_head = p.group * p.sq * ((p.d + p.dv) * p.itemsize + p.d * 4)
-    return min(tiles.together, max(4, round(36e6 / of_head)))
+    cached = 18e6 if _uniform(p) or tiles.streamed < 128 else 36e6
+    wanted, heads = max(8, cached / max(1, of_head)), p.batch * p.heads_kv
+    sections = (n for n in range(1, heads + 1) if heads % n == 0)
+    return min(sections, key=lambda n: abs(math.log(n / wanted)), default=1)
 
 
 def _turns(p: Problem) -> tuple[int, int]:

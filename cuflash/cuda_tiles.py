@@ -68,10 +68,8 @@ class HopperBackward(NamedTuple):
 
     streamed: int
     dq_stages: int  # buffers for dQ
-    # Heads that are worked on at a time. 16 are 1 to 4 % faster than 32, at S = 512 and 8192.
-    together: int = 16
-    # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: they
-    # cost 1 to 6 % there, and 30 % with 2 heads.
+    # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: the
+    # first stores, so that nothing is cleared before. With 2 heads turns cost 30 %.
     turns_from: int = 16
 
 
@@ -168,11 +166,19 @@ FORWARD_HOPPER_TF32 = {
     256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
-    64: HopperBackward(128, 1),  # 480 / 453, cuDNN 434 / 393
-    128: HopperBackward(64, 2),  # 519 / 534, cuDNN 523 / 488
+    64: HopperBackward(128, 1),
+    128: HopperBackward(64, 2),
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
     256: HopperTwoPass(64, 48),  # 432 / 432, cuDNN 348 / 379
 }
+# Where so many blocks of a head would wait for turns that clearing dQ takes less: under a mask from
+# 4,096 keys on. And of 8,192, or 4,096 that all queries see, unless scores are transformed: 80
+# queries are more than registers hold then.
+BACKWARD_HOPPER_MASKED = {
+    64: HopperBackward(128, 1, turns_from=sys.maxsize),
+    128: HopperBackward(64, 2, turns_from=sys.maxsize),
+}
+BACKWARD_HOPPER_LONG = {128: HopperBackward(80, 1, turns_from=sys.maxsize)}
 # Wider than that, forward / backward, full, S = 4096: bfloat16, 16 heads of 512 or 8 of 1,024,
 # 640 / 330 and 305 / 185 (wide_sm80.cu 195 / 87 and 130 / 70); float32, a quarter of them,
 # 177 / 120 and 130 / 73 (CUDA cores 34 / 24 and 20 / 16), TF32 at 512 328.

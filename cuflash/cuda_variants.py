@@ -34,7 +34,7 @@ KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
 REALS = {"float32": "float", "float64": "double"}
-DELTA_ROWS = 32  # of a block of row_delta
+DELTA_ROWS = 64  # of a block of row_delta
 
 
 class Variant(NamedTuple):
@@ -78,7 +78,7 @@ def forward_variant(problem: Problem, tiles: Portable | ForwardOnHopper, vector:
         return _wide_variant(problem, tiles, vector, 0)
     if problem.dtype in REALS:
         chunk = _chunks(problem.dv, tiles)[0]
-        macros = {"TRANSFORM": _transform(problem), "CHUNK": chunk}
+        macros = {"TRANSFORM": transform(problem), "CHUNK": chunk}
         maxima = tiles.across * tiles.resident
         return _simt_variant(
             "fwd_simt", "fwd_simt", problem, tiles, vector, macros, (problem.d,), maxima
@@ -164,11 +164,11 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     keys, queries = 128, tiles.streamed
     d, dv = rounded_up(problem.d, 32), rounded_up(problem.dv, 32)
-    if queries == 64:
+    if queries != 128:
         d = max(d, 96)  # two slabs
     shared = _slab_bytes(keys, d) + _slab_bytes(keys, dv) + _rings_bytes(queries, d, dv)
     shared += 2 * _slab_bytes(queries, keys)  # dS
-    shared += tiles.dq_stages * 4 * queries * _dq_width(d, tiles) + KIB  # which tiles, and barriers
+    shared += tiles.dq_stages * 4 * queries * _dq_width(tiles) + KIB  # which tiles, and barriers
     macros = {
         "HEAD_DIM": d,
         "VALUE_DIM": dv,
@@ -180,11 +180,11 @@ def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
         return _16_bit_variant("bwd_sm90", entry, problem, 12, vector, macros, shared)
 
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
-    q_tiles = heads * -(-problem.sq // queries)
+    q_tiles, store_dq = heads * -(-problem.sq // queries), step("store_dq")
     return [
         (step("row_delta"), -(-stats_rows(problem, tiles) // DELTA_ROWS)),
         (step("bwd_sm90"), heads_kv * -(-problem.sk // keys)),
-        (step("store_dq")._replace(threads=256, shared_bytes=0), q_tiles),
+        (store_dq._replace(threads=256, shared_bytes=_slab_bytes(queries, d)), q_tiles),
     ]
 
 
@@ -310,9 +310,9 @@ def _rings_bytes(queries: int, d: int, dv: int, numbers: tuple[int, int] = (1, 1
     )
 
 
-def _dq_width(width: int, tiles: HopperBackward) -> int:
-    """Of dQ in float32: two warpgroups share 128 queries, and of 64 queries two slabs."""
-    return rounded_up(width, 32 if tiles.streamed == 128 else 128)
+def _dq_width(tiles: HopperBackward) -> int:
+    """Of dQ in float32: two warpgroups share 128 queries, and of fewer two slabs."""
+    return 64 if tiles.streamed == 128 else 128
 
 
 def _backward_width(width: int, tiles: Tiles) -> int:
@@ -356,7 +356,7 @@ def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
         "BLOCK_K": tiles.streamed,
         "PART_K": tiles.part,
         "BOXES": tiles.boxes,
-        "TRANSFORM": _transform(problem),
+        "TRANSFORM": transform(problem),
     }
     return _fp64_ring(
         "fwd_sm90_fp64", "fwd_sm90_fp64", problem, tiles, True, (d, dv), macros, fixed
@@ -428,7 +428,7 @@ def _split_rows(tiles: SplitTiles) -> tuple[int, int]:
     return tiles.streamed, tiles.keys
 
 
-def _transform(problem: Problem) -> int:
+def transform(problem: Problem) -> int:
     """Whether scores are not just products with a positive factor."""
     return int(problem.softcap is not None or problem.scale <= 0)
 
@@ -438,7 +438,7 @@ def _16_bit_variant(file, entry, problem, warps, vector, macros, shared) -> Vari
         "ELEMENT": ELEMENTS.get(problem.dtype, "Half"),  # of float32, parts
         "HEAD_DIM": rounded_up(problem.d, 32),
         "VALUE_DIM": rounded_up(problem.dv, 32),
-        "TRANSFORM": _transform(problem),
+        "TRANSFORM": transform(problem),
         **macros,
     }
     return _variant(file, entry, warps, vector, macros, shared)
@@ -499,7 +499,7 @@ def workspace(problem: Problem, tiles: Portable | OnHopper) -> tuple[int, int, i
     q_tiles = heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperBackward):
         turns = q_tiles if heads >= tiles.turns_from else 0
-        return q_tiles * tiles.streamed * _dq_width(problem.d, tiles), turns, 1
+        return q_tiles * tiles.streamed * _dq_width(tiles), turns, 1
     if isinstance(tiles, HopperDoubleBackward):
         return 0, q_tiles * 8 if heads >= tiles.turns_from else 0, 0
     turns = q_tiles * tiles.warps  # a turn is a tile or more

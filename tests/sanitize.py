@@ -19,6 +19,8 @@ CASES = [
     case(65, 49, d=24, dv=40, dtype="float16", window=(9, 3)),
     case(150, 70, d=128, dv=128, batch=1, heads=2, heads_kv=1, dtype="float16",
          layout="contiguous", softcap=2.0),
+    case(170, 4100, d=128, dv=128, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
+         layout="contiguous"),
     case(33, 40, d=256, dv=192, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
          layout="contiguous"),
     # More tiles than multiprocessors: blocks take several.

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,6 +92,9 @@ def rows(arch: str, dtype: str) -> list[cuda_variants.Variant]:
             for width, tiles in (*backwards.items(), *(wide[0] if wide else ()))
             for cap, vector in ((None, True), (softcap, False))
         ]
+        if dtype in cuda_variants.ELEMENTS:
+            long = cuda_tiles.BACKWARD_HOPPER_LONG.items()
+            backward += [steps(problem(w), tiles, v) for w, tiles in long for v in (True, False)]
     forward_limit = 48 * KIB if arch == "sm_75" else limit
     return [v for v in forward if v.shared_bytes <= forward_limit] + [
         v for steps in backward if max(v.shared_bytes for v in steps) <= limit for v in steps
@@ -181,14 +185,35 @@ def test_the_tiles_of_a_causal_call_end_together(heads, s, d):
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("s", [128, 1024, 4096, 8192, 65536])
-def test_heads_of_a_backward_pass_fit_the_l2_cache_together(s, d, group):
-    problem = Problem("cuda", "bfloat16", 1, 32 * group, 32, s, s, d, d, 1.0)
-    tiles = cuda_tiles.BACKWARD_HOPPER[d]
-    heads = cuda_backend._together(problem, tiles)
+@pytest.mark.parametrize("right", [None, 0])
+def test_heads_of_a_backward_pass_fit_the_l2_cache_together(right, s, d, group):
+    problem = Problem("cuda", "bfloat16", 1, 96 * group, 96, s, s, d, d, 1.0, right=right)
+    heads = cuda_backend._together(problem, cuda_tiles.BACKWARD_HOPPER[d])
     of_head = group * s * d * (2 + 2 + 4)  # q, dout, and dq in float32
-    assert 4 <= heads <= tiles.together
-    assert heads == 4 or heads * of_head < 40e6
-    assert heads == tiles.together or (heads + 1) * of_head > 36e6
+    assert heads in (8, 12, 16, 24, 32, 48, 96)  # no rest
+    assert heads == 8 or heads * of_head < 36e6 * 2**0.5
+    assert heads == 96 or heads * of_head > 18e6 / 2**0.5
+
+
+@pytest.mark.parametrize("heads", [0, 1, 7, 37])
+def test_any_number_of_heads_is_worked_on(heads):
+    problem = Problem("cuda", "bfloat16", 1, heads, heads, 9, 9, 64, 64, 1.0)
+    together = cuda_backend._together(problem, cuda_tiles.BACKWARD_HOPPER[64])
+    assert together == max(1, heads)
+
+
+@pytest.mark.parametrize(
+    ("keys", "d", "options", "queries", "turns"),
+    [(4095, 128, {}, 64, 16), (4096, 128, {}, 80, sys.maxsize),
+     (4096, 128, {"softcap": 2.0}, 64, 16), (4096, 128, {"scale": -1.0}, 64, 16),
+     (4095, 128, {"right": 0}, 64, 16), (4096, 128, {"right": 0}, 64, sys.maxsize),
+     (8192, 128, {"right": 0}, 80, sys.maxsize),
+     (4096, 64, {}, 128, 16), (4096, 64, {"left": 9}, 128, sys.maxsize)],
+)  # fmt: skip
+def test_backward_tiles_of_many_keys(keys, d, options, queries, turns):
+    p = Problem("cuda", "bfloat16", 1, 1, 1, 9, keys, d, d, **{"scale": 1.0} | options)
+    tiles = cuda_backend.config_for(p, 90, 227 * KIB).backward
+    assert (tiles.streamed, tiles.turns_from) == (queries, turns)
 
 
 @pytest.mark.parametrize("dtype", cuda_tiles.FORWARD)

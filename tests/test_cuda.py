@@ -48,10 +48,13 @@ def configs():
                 tiles = (rows[min(i, len(rows) - 1)] for rows in lists)
                 # Some rows for all wide heads keep more than fits at 1,024.
                 yield dtype, min(width, 512), cuda_backend.Config(*tiles)
-    for table in (cuda_tiles.FORWARD_HOPPER, cuda_tiles.FORWARD_HOPPER_SHORT):
-        for width, tiles in table.items():
+    for forward, backward in (
+        (cuda_tiles.FORWARD_HOPPER, cuda_tiles.BACKWARD_HOPPER),
+        (cuda_tiles.FORWARD_HOPPER_SHORT, cuda_tiles.BACKWARD_HOPPER_LONG),
+    ):
+        for width, tiles in forward.items():
             for dtype in cuda_variants.ELEMENTS:
-                yield dtype, width, cuda_backend.Config(tiles, cuda_tiles.BACKWARD_HOPPER[width])
+                yield dtype, width, cuda_backend.Config(tiles, backward[width])
     for width, tiles in cuda_tiles.FORWARD_HOPPER_32.items():
         backward = cuda_tiles.BACKWARD_HOPPER_32[width]
         yield "float32", width, cuda_backend.Config(tiles, backward)
@@ -173,7 +176,24 @@ def test_gradients_repeat_fifty_times(causal, d, n, batch, heads, tiles_for):
 
     run = Run(case(n, n, d=d, dv=d, batch=batch, heads=heads, heads_kv=heads // 2,
                    dtype="bfloat16", layout="contiguous", causal=causal), cupy)  # fmt: skip
-    options = {"backend": "cuda", "config": tiles_for("bfloat16", d)}
+    check_that_gradients_repeat(run, {"backend": "cuda", "config": tiles_for("bfloat16", d)})
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("keys", "window"), [(4200, None), (4200, (200, 4100)), (8200, (9, 8100))])
+def test_gradients_of_many_keys_repeat_fifty_times(keys, window, d):
+    # Where nobody waits for turns unasked; 80 queries stream past at a time, or 64 in the second.
+    import cupy
+
+    run = Run(case(170, keys, d=d, dv=d, batch=1, heads=4, heads_kv=2, dtype="bfloat16",
+                   layout="contiguous", window=window), cupy)  # fmt: skip
+    grads = check_that_gradients_repeat(run, {"backend": "cuda"})
+    run.check_backward(grads)
+
+
+def check_that_gradients_repeat(run, options):
+    import cupy
+
     out, lse = run.forward(**options)
     first = run.backward(out, lse, deterministic=True, **options)
     for _ in range(50):
@@ -187,6 +207,7 @@ def test_gradients_repeat_fifty_times(causal, d, n, batch, heads, tiles_for):
         dq, *others = run.backward(out, lse, **options)
         assert bool((abs(dq.astype("float32") - want) <= rounding).all())
         assert all(bool((a == b).all()) for a, b in zip(others, first[1:], strict=True))
+    return first
 
 
 @pytest.mark.parametrize("d", [64, 128, 192, 256])

@@ -49,11 +49,17 @@ void product(float (&c)[kN][4], A a, unsigned b) {
       c[n][e] = sum_of(terms);
     }
 }
-template <bool kTransposedB, int kN>
+template <bool kTransposedB, bool kTransposedA = false, int kN>
 void wgmma(float (&c)[kN][4], unsigned a, unsigned b, bool add) {
   if (!add) std::memset(c, 0, sizeof(c));
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  product<kTransposedB>(c, [&](int half, int k) { return element_of(a, row + 8 * half, k); }, b);
+  product<kTransposedB>(
+      c,
+      [&](int half, int k) {
+        return kTransposedA ? transposed_element_of(a, row + 8 * half, k)
+                            : element_of(a, row + 8 * half, k);
+      },
+      b);
 }
 template <bool kTransposedB, int kN>
 void wgmma(float (&c)[kN][4], const unsigned (&a)[4], unsigned b, bool add = true) {
