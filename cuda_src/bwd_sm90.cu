@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
       const unsigned ds_tile =
           transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
-      auto others = [&] {
+      auto wait_for_dout = [&] {  // v of these keys first; and what is passed on while it comes
         if (i == begin)
           barrier_wait(v_full, job % 2);
         else
@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       shared.q.wait(i);
       // At the edge of a mask no query may see any of this warpgroup's keys.
       if (kTwoSlabs && (q0 >= last.hi || q0 + BLOCK_Q <= first.lo || key0 >= p.sk)) {
-        others();
+        wait_for_dout();
         if (VECTOR && i == begin) may_write_ds();
         const unsigned zeros[4] = {};
 #pragma unroll
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         continue;
       }
       multiply_kq(i);
-      others();
+      wait_for_dout();
       load_numbers(shared.q, i, 0);
       multiply_vo(i);
       wgmma_wait<1>();
