@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       return own_dq;
   }();
   float dk[1][HEAD_DIM / 8][4], dv[1][VALUE_DIM / 8][4];
-  unsigned p_rounded[kSteps][4], ds_rounded[kSteps][4];
+  unsigned p_rounded[1][kSteps][4], ds_rounded[1][kSteps][4];
   auto multiply_kq = [&](int i) {  // start S^T = K Q^T
     multiply_transposed<KTile, QTile, HEAD_DIM>(s[0], k_tile + group * 64 * 128, shared.q.tile(i));
   };
@@ -253,13 +253,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   };
   // Of a half of the queries that begins with step `half`; 16 rows of a slab are 16 x 128 bytes.
   auto multiply_po_early = [&](int i, int half) {  // dV += P^T dO
-    multiply_steps<OTile, 0, kEarly>(dv[0], p_rounded, shared.dout.tile(i) + half * 16 * 128);
+    multiply_steps<OTile, 0, kEarly>(dv[0], p_rounded, shared.dout.tile(i) + half * 16 * 128, true);
   };
   auto multiply_po_late = [&](int i, int half) {
-    multiply_steps<OTile, kEarly, kSteps>(dv[0], p_rounded, shared.dout.tile(i) + half * 16 * 128);
+    multiply_steps<OTile, kEarly, kSteps>(dv[0], p_rounded, shared.dout.tile(i) + half * 16 * 128,
+                                          true);
   };
   auto multiply_sq = [&](int i, int half) {  // dK += dS^T Q
-    multiply_steps<QTile, 0, kSteps>(dk[0], ds_rounded, shared.q.tile(i) + half * 16 * 128);
+    multiply<QTile>(dk[0], ds_rounded, shared.q.tile(i) + half * 16 * 128, true);
   };
   auto multiply_ks = [&](int i) {  // dQ^T = K^T dS^T
     const unsigned k = operand(k_tile + (kTwoSlabs ? group * KTile::kSlabBytes : 0));
@@ -309,14 +310,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       auto seen = [&](int key) { return key < p.sk ? work.queries(p, key) : Bounds{0, 0}; };
       const unsigned ds_tile =
           transposed_origin<STile>(ds_tiles + i % 2 * sizeof(STile::Storage), group * 8);
-      auto wait_for_dout = [&] {  // v of these keys first; and what is passed on while it comes
+      auto wait_for_dout = [&] {  // with the first for v too; with others dQ is passed on before
         if (i == begin)
           barrier_wait(v_full, job % 2);
         else
           pass_on_dq(i - 1);
         shared.dout.wait(i);
       };
-      auto may_write_ds = [&] {  // once dK and dV of the keys before were read from there
+      auto wait_to_write_ds = [&] {  // until dK and dV of the keys before were read from there
         if (copies) bulk_wait_read();
         named_sync(1, kComputing);
       };
@@ -332,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       // At the edge of a mask no query may see any of this warpgroup's keys.
       if (kTwoSlabs && (q0 >= last.hi || q0 + BLOCK_Q <= first.lo || key0 >= p.sk)) {
         wait_for_dout();
-        if (VECTOR && i == begin) may_write_ds();
+        if (VECTOR && i == begin) wait_to_write_ds();
         const unsigned zeros[4] = {};
 #pragma unroll
         for (int j = 0; j < kSteps; ++j)
@@ -372,13 +373,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               x = exp2_approx(x * scores.unit - (e % 2 ? lse.y : lse.x));
             }
           }
-          if (TRANSFORM || j < kEarly) round_to_operand(p_rounded[j], s[0], half + j);
+          if (TRANSFORM || j < kEarly) round_to_operand(p_rounded[0][j], s[0], half + j);
 #pragma unroll
           for (int e = 0; e < 8; ++e) s[0][2 * (half + j) + e / 4][e % 4] *= slope[e / 4][e % 4];
         }
         load_numbers(shared.dout, i, half);
         // Here, as the assembler moves no exponentials past a branch, and else does past the wait.
-        if (half == 0 && VECTOR && i == begin) may_write_ds();
+        if (half == 0 && VECTOR && i == begin) wait_to_write_ds();
         wgmma_wait<(kEarly > 0)>();  // dP; or dK of the half before, which has the registers for dS
         // Keys that do not exist must not reach dQ either: 0 times what they are may be NaN.
         if (half == 0 && masked) apply_mask(ds, AllColumns<1>(), work.k0, q0, 0.0f, seen);
@@ -394,12 +395,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
               x = s[0][2 * (half + j) + n][e] * (x - (e % 2 ? delta.y : delta.x));
             }
           }
-          round_to_operand(ds_rounded[j], ds[0], half + j);
-          store_matrices_transposed(STile::part(ds_tile, half + j, 0), ds_rounded[j]);
+          round_to_operand(ds_rounded[0][j], ds[0], half + j);
+          store_matrices_transposed(STile::part(ds_tile, half + j, 0), ds_rounded[0][j]);
         }
 #pragma unroll
         for (int j = kEarly; j < kSteps; ++j)
-          if (!TRANSFORM) round_to_operand(p_rounded[j], s[0], half + j);
+          if (!TRANSFORM) round_to_operand(p_rounded[0][j], s[0], half + j);
         multiply_po_late(i, half);
         if (half < kLastHalf) multiply_sq(i, half);
       }

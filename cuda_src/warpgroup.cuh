@@ -53,29 +53,26 @@ DEVICE void multiply_transposed(float (&c)[kN][4], unsigned a_tile, unsigned b_t
                    term > first_term(kParts) || i > 0);
   wgmma_commit();
 }
-// Start c += a b, or c = a b, of what is in registers and a tile, summed over the tile's rows.
-template <class B, int kParts, int kSteps, int kN>
-DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kParts][kSteps][4], unsigned b_tile,
-                     bool adds) {
+// Start c += a b, or c = a b, of what is in registers and a tile, summed over the tile's rows; of a
+// only the steps kFrom .. of 16 rows.
+template <class B, int kFrom, int kTo, int kParts, int kSteps, int kN>
+DEVICE void multiply_steps(float (&c)[kN][4], const unsigned (&a)[kParts][kSteps][4],
+                           unsigned b_tile, bool adds) {
   const unsigned b = operand(b_tile, B::kSlabBytes);
   constexpr int kLow = B::kWidth / 64 / kParts * B::kSlabBytes >> 4;
   wgmma_fence();
 #pragma unroll
   for (int term = first_term(kParts); term < 3; ++term)
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i)
+    for (int i = kFrom; i < kTo; ++i)
       wgmma<true>(c, a[kParts - 1 & term == 0][i], b + (term == 1) * kLow + rows_at(i),
-                  term > first_term(kParts) || i > 0 || adds);
+                  term > first_term(kParts) || i > kFrom || adds);
   wgmma_commit();
 }
-// Start c += a b, of 16 rows of the tile with each of the steps kFrom .. of a.
-template <class B, int kFrom, int kTo, int kSteps, int kN>
-DEVICE void multiply_steps(float (&c)[kN][4], const unsigned (&a)[kSteps][4], unsigned b_tile) {
-  const unsigned b = operand(b_tile, B::kSlabBytes);
-  wgmma_fence();
-#pragma unroll
-  for (int i = kFrom; i < kTo; ++i) wgmma<true>(c, a[i], b + rows_at(i));
-  wgmma_commit();
+template <class B, int kParts, int kSteps, int kN>
+DEVICE void multiply(float (&c)[kN][4], const unsigned (&a)[kParts][kSteps][4], unsigned b_tile,
+                     bool adds) {
+  multiply_steps<B, 0, kSteps>(c, a, b_tile, adds);
 }
 
 // Accumulators, rounded, as the left operand of a product that is summed over their columns: for

@@ -89,9 +89,10 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
     on_hopper = capability == 90 and not wide
     if on_hopper and problem.dtype in ELEMENTS:
         row = next(w for w in FORWARD_HOPPER if w >= width)
-        short = not _uniform(problem) and problem.sk <= 1024
-        forward = FORWARD_HOPPER | FORWARD_HOPPER_SHORT if short else FORWARD_HOPPER
-        backward, masked = BACKWARD_HOPPER, not _uniform(problem)
+        masked = not _uniform(problem)
+        forward, backward = FORWARD_HOPPER, BACKWARD_HOPPER
+        if problem.sk <= 1024 and masked:
+            forward = forward | FORWARD_HOPPER_SHORT
         if problem.sk >= 4096 and masked:
             backward = backward | BACKWARD_HOPPER_MASKED
         if problem.sk >= (8192 if masked else 4096) and not transform(problem):
