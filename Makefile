@@ -4,6 +4,7 @@ VENV = .venv-$@
 # With an NVIDIA driver: CuPy for its CUDA major version, and Numba.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')
 GPU_EXTRAS := $(if $(CUDA),$(shell echo ,cuda$(CUDA),numba))
+SANITIZER = PYTHONPATH=. compute-sanitizer --error-exitcode 1 --tool
 INSTALL = $(PYTHON) -m venv --clear $(VENV) && $(VENV)/bin/python -m pip install -q
 
 .PHONY: demo test compile-check gpu-test gpu-status sanitize bench docs
@@ -22,9 +23,10 @@ gpu-status:  ## does the record match the sources?
 	$(PYTHON) tests/gpu_record.py
 # racecheck reports the Hopper kernels, where one lane arrives at a barrier for its warp (docs/kernels.md).
 sanitize:  ## a short list of cases under each tool of compute-sanitizer
-	for args in memcheck initcheck "racecheck --kernel-name-exclude kns=sm90" synccheck; do \
-	  cases=$$(test "$$args" = initcheck && echo portable); \
-	  PYTHONPATH=. compute-sanitizer --tool $$args --error-exitcode 1 $(PYTHON) tests/sanitize.py $$cases || exit 1; done
+	$(SANITIZER) memcheck $(PYTHON) tests/sanitize.py
+	$(SANITIZER) initcheck $(PYTHON) tests/sanitize.py portable
+	$(SANITIZER) racecheck --kernel-name-exclude kns=sm90 $(PYTHON) tests/sanitize.py unclustered
+	$(SANITIZER) synccheck $(PYTHON) tests/sanitize.py
 bench:  ## the table and plot of the README
 	$(PYTHON) -m bench
 docs:  ## the HTML pages, in docs/_build

@@ -1,9 +1,9 @@
 // Backward for float64 on Hopper: tensor copies (TMA), and products by mma.sync.
 //
 //   row_delta      delta = rowsum(dO * O) - dlse, and dQ = 0
-//   bwd_sm90_fp64  a block per tile of keys of a key/value head: dV += P^T dO, dK += dS^T Q, and
-//                  dQ += dS K in memory: as it comes, or if there are counters in turns, as in
-//                  bwd_simt.cu
+//   bwd_sm90_fp64  a block, or cluster of CLUSTER blocks, per tile of keys of a key/value head:
+//                  dV += P^T dO, dK += dS^T Q, and dQ += dS K in memory: as it comes, or if there
+//                  are counters in turns, as in bwd_simt.cu
 //
 // K and V of a block stay. Queries come kStreamed at a time in slots of a ring, in the order they
 // are used: Q for S, dO for dV, dO for dP, Q for dK; for dV and dK PART_Q of them at a time, and a
@@ -11,10 +11,11 @@
 // and dP^T, and has as many columns of dK and dV. P and dS pass through shared memory, in pairs of
 // two keys: of 16 keys 128 bytes a query, permuted as boxes are. So they are left operands for dV
 // and dK, and dS the right one for dQ^T = K^T dS^T, of which a warp makes 16 rows, columns of K, at
-// a time.
-// Options: HEAD_DIM, VALUE_DIM (padded to 64), ACROSS, PART_Q, STAGES (slots), LAG (turns that a
-// warp may be before another), WARPS, SOFTCAP, VECTOR (of row_delta). Source: Dao 2023,
-// arXiv:2307.08691, algorithm 2.
+// a time. The blocks of a cluster have the same keys and queries, and HEAD_DIM and VALUE_DIM
+// columns each: their S and dP are added up, in ROUNDS.
+// Options: HEAD_DIM, VALUE_DIM (padded to 64), CLUSTER, ROUNDS, ACROSS, PART_Q, STAGES (slots),
+// LAG (turns that a warp may be before another), WARPS, SOFTCAP, VECTOR (of row_delta). Source:
+// Dao 2023, arXiv:2307.08691, algorithm 2.
 #include "backward.cuh"
 #include "fp64_sm90.cuh"
 #include "work.cuh"
@@ -27,9 +28,13 @@ constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBo
 constexpr int kScoreBoxes = kSlotBytes / (kStreamed * kRowBytes);
 constexpr int kTimesBoxes = kSlotBytes / (kPart * kRowBytes), kOwnBoxes = kTimesBoxes / ACROSS;
 constexpr int kHeadTimes = kHeadBoxes / kTimesBoxes, kValueTimes = kValueBoxes / kTimesBoxes;
-// The first slots of what a tile of queries is used for, after S, and their number.
-constexpr int kForDv = kHeadBoxes / kScoreBoxes, kForDp = kForDv + kParts * kValueTimes;
-constexpr int kForDk = kForDp + kValueBoxes / kScoreBoxes, kSlots = kForDk + kParts * kHeadTimes;
+// Slots of what a tile of queries is used for, and the first of each: S, dV, dP, dK. In a cluster
+// dP comes before dV, so that blocks tell each other S beside dP and dP beside dV.
+constexpr bool kCluster = CLUSTER > 1;
+constexpr int kOfS = kHeadBoxes / kScoreBoxes, kOfDp = kValueBoxes / kScoreBoxes;
+constexpr int kOfDv = kParts * kValueTimes;
+constexpr int kForDv = kOfS + (kCluster ? kOfDp : 0), kForDp = kOfS + (kCluster ? 0 : kOfDv);
+constexpr int kForDk = kOfS + kOfDv + kOfDp, kSlots = kForDk + kParts * kHeadTimes;
 // Where K has fewer boxes than there are warps, two make dQ of one, for half of the queries each.
 constexpr int kDqParts = kHeadBoxes < WARPS ? 2 : 1, kDqQueries = kStreamed / kDqParts;
 constexpr int kAhead = STAGES - LAG;
@@ -50,6 +55,7 @@ struct Shared {
   __align__(1024) char own[(kHeadBoxes + kValueBoxes) * kRows * kRowBytes];
   __align__(1024) char slots[STAGES][kSlotBytes];
   __align__(1024) char scores[kRows / 16][kStreamed * kRowBytes];  // P, then dS
+  Told<kShare / 8, ROUNDS> told[WARPS];
   Powers powers;
   Work work;
   unsigned long long own_full, full[STAGES], empty[STAGES];
@@ -63,10 +69,11 @@ struct TensorMaps {
 // Slot `index` of a tile.
 DEVICE void copy(const TensorMaps& maps, Place at, int batch, int index, unsigned to,
                  unsigned full) {
-  const bool of_q = index < kForDv || index >= kForDk;
+  const bool of_q = index < kOfS || index >= kForDk;
+  const int box0 = cluster_rank() * (of_q ? kHeadBoxes : kValueBoxes);
   const TensorMap& map = of_q ? maps.q : maps.dout;
-  if (index < kForDv || (index >= kForDp && index < kForDk)) {
-    const int box = (index - (of_q ? 0 : kForDp)) * kScoreBoxes;
+  if (index < kOfS || (index >= kForDp && index < kForDp + kOfDp)) {
+    const int box = box0 + (index - (of_q ? 0 : kForDp)) * kScoreBoxes;
 #pragma unroll
     for (int n = 0; n < kScoreBoxes; ++n)
 #pragma unroll
@@ -79,14 +86,15 @@ DEVICE void copy(const TensorMaps& maps, Place at, int batch, int index, unsigne
   const int share = (of_q ? kHeadBoxes : kValueBoxes) / ACROSS;
 #pragma unroll
   for (int n = 0; n < kTimesBoxes; ++n)  // those of a warp, then those of the next
-    tensor_load(to + n * kPart * kRowBytes, map, full,
-                (n / kOwnBoxes * share + slot % slots * kOwnBoxes + n % kOwnBoxes) * kBoxColumns,
-                at.q0 + slot / slots * kPart, at.head, batch);
+    tensor_load(
+        to + n * kPart * kRowBytes, map, full,
+        (box0 + n / kOwnBoxes * share + slot % slots * kOwnBoxes + n % kOwnBoxes) * kBoxColumns,
+        at.q0 + slot / slots * kPart, at.head, batch);
 }
 
 extern "C" __global__ void row_delta(const Params p) { write_delta_and_zeros<double>(p); }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
     bwd_sm90_fp64(const Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -95,11 +103,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.own_full), 1);
     ring.init();
+    for (const auto& told : shared.told) told.init();
     barrier_init_fence();
-    shared.work = Work(p, blockIdx.x);
+    shared.work = Work(p, blockIdx.x / CLUSTER);
   }
   write(shared.powers);
-  __syncthreads();
+  sync_blocks();
+  const int rank = cluster_rank();
   const Work& work = shared.work;  // there, and not in registers
   const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
   auto key_of = [&](int r) { return work.k0 + 16 * rows16 + own_row(r); };
@@ -122,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   Sums<kHeadBoxes / ACROSS * 2> dk;
   Sums<kValueBoxes / ACROSS * 2> dv;
   clear(dk), clear(dv);
+  Sums<kShare / 8> s, ds;
+  SumOfBlocks<kShare / 8, ROUNDS> across(shared.told[warp]);
 
   auto after = [&](Place at) {
     work.step(at.q0, at.head);
@@ -144,9 +156,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll 1
       for (int n = 0; n < kHeadBoxes + kValueBoxes; ++n) {
         const bool of_k = n < kHeadBoxes;
-        tensor_load(shared_address(shared.own) + n * (kRows * kRowBytes), of_k ? maps.k : maps.v,
-                    own_full, (of_k ? n : n - kHeadBoxes) * kBoxColumns, work.k0, work.head,
-                    work.batch);
+        tensor_load(
+            shared_address(shared.own) + n * (kRows * kRowBytes), of_k ? maps.k : maps.v, own_full,
+            (of_k ? rank * kHeadBoxes + n : rank * kValueBoxes + n - kHeadBoxes) * kBoxColumns,
+            work.k0, work.head, work.batch);
       }
     }
     if (warp == 0) {
@@ -157,8 +170,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     pair_rows(shared.own);
     __syncthreads();
   }
+  // Before slot i of the n in which blocks tell each other: each round is added up in its middle.
+  auto sum_meanwhile = [&](Sums<kShare / 8>& scores, int i, int n) {
+    if (ROUNDS == 2 && i == n / 2) across.hear(scores, 0), across.tell(scores, 1);
+    if (i % (n / ROUNDS) == n / ROUNDS / 2) across.add_up();
+  };
   auto use = [&](Place at, int index, auto products) {
     if (index % WARPS == warp) fill(at, index + kAhead, ring.turn.later(kAhead));
+    if (kCluster && index >= kForDp && index < kForDp + kOfDp)
+      sum_meanwhile(s, index - kForDp, kOfDp);
+    if (kCluster && index >= kForDv && index < kForDk) sum_meanwhile(ds, index - kForDv, kOfDv);
     __syncwarp();
     ring.use(products);
   };
@@ -192,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   WarpTurn dq_turn;
   auto take_turn = [&](Place at) {
     const int tile = dq_tile<kStreamed>(p, work.batch, at.head, at.q0);
-    dq_turn.take(p, tile * WARPS + warp, work.turn(p, at.q0));
+    dq_turn.take(p, (tile * CLUSTER + rank) * WARPS + warp, work.turn(p, at.q0));
   };
 
   // Slots from `first` on, for scores.
@@ -230,9 +251,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 
     double rows[kShare / 8][2];
     load_rows(rows, all_lse, kInfinity);
-    Sums<kShare / 8> s, ds;
-    multiply_scores<kHeadBoxes, kScoreBoxes>(s, own, kRows * kRowBytes, kStreamed * kRowBytes,
-                                             slots_from(at, 0));
+    multiply_scores<kHeadBoxes, kHeadBoxes, kScoreBoxes>(s, own, kRows * kRowBytes,
+                                                         kStreamed * kRowBytes, slots_from(at, 0));
+    auto make_dp = [&] {
+      multiply_scores<kValueBoxes, kValueBoxes, kScoreBoxes>(
+          ds, own + kHeadBoxes * (kRows * kRowBytes), kRows * kRowBytes, kStreamed * kRowBytes,
+          slots_from(at, kForDp));
+    };
+    if (kCluster) {
+      across.tell(s, 0);
+      make_dp();
+      across.hear(s, ROUNDS - 1);
+      across.tell(ds, 0);
+    }
     __syncthreads();  // all have used dS of the tile before
 #pragma unroll
     for (int t = 0; t < kShare / 8; ++t)
@@ -252,9 +283,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     meet();
     add_times(dv, at, kForDv);
     load_rows(rows, all_delta, 0);
-    multiply_scores<kValueBoxes, kScoreBoxes>(ds, own + kHeadBoxes * (kRows * kRowBytes),
-                                              kRows * kRowBytes, kStreamed * kRowBytes,
-                                              slots_from(at, kForDp));
+    if (kCluster)
+      across.hear(ds, ROUNDS - 1);
+    else
+      make_dp();
     meet();  // all have used P
 #pragma unroll
     for (int t = 0; t < kShare / 8; ++t)
@@ -300,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = at.q0 + query0 + 8 * i + spread(2 * lane_x() + e % 2);
-          const int column = box * kBoxColumns + lane_y() + 8 * (e / 2);
+          const int column = (rank * kHeadBoxes + box) * kBoxColumns + lane_y() + 8 * (e / 2);
           add(&sum.at(row, column), dq[i][e] * score.scale, row < p.sq && column < p.d);
         }
     }
@@ -308,7 +340,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   dq_turn.pass(p);
 
   store(Head<double>(p.dk, work.batch, work.head), dk, {score.scale, score.scale},
-        share * (kHeadBoxes / ACROSS) * kBoxColumns, key_of, p.sk, p.d);
+        (rank * kHeadBoxes + share * (kHeadBoxes / ACROSS)) * kBoxColumns, key_of, p.sk, p.d);
   store(Head<double>(p.dv, work.batch, work.head), dv, {1, 1},
-        share * (kValueBoxes / ACROSS) * kBoxColumns, key_of, p.sk, p.v_width);
+        (rank * kValueBoxes + share * (kValueBoxes / ACROSS)) * kBoxColumns, key_of, p.sk,
+        p.v_width);
 }

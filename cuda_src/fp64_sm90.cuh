@@ -23,7 +23,7 @@ DEVICE constexpr int spread(int y) { return y ^ (y & 1) << 2; }
 DEVICE int own_row(int r) { return 8 * r + spread(lane_y()); }
 
 constexpr int kBoxColumns = 16, kRowBytes = 128, kEightRows = 8 * kRowBytes;
-constexpr int kSlotBytes = 16384;  // of 8 KiB, kernels were up to 4 % slower
+constexpr int kSlotBytes = 16384;  // of 8 KiB, kernels were up to 10 % slower
 
 struct Pair {
   double x[2];
@@ -132,26 +132,139 @@ struct SlotRing {
   }
 };
 
+#if CLUSTER > 1
+#define OF_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+DEVICE void sync_blocks() { cluster_sync(); }
+#else
+#define OF_CLUSTER
+DEVICE void sync_blocks() { __syncthreads(); }
+#endif
+
+// What blocks of a cluster tell each other of scores, of each of which they have a part: the
+// numbers of a warp in so many rounds.
+template <int kTiles, int kRounds, int kBlocks = CLUSTER>
+struct Told {
+  // Numbers of a lane that a block adds up.
+  static constexpr int kShares = 4 * kTiles / (kRounds * kBlocks);
+  double x[2][kBlocks - 1][kShares][32];  // parts, and sums, of each other block
+  unsigned long long full[2];             // barriers of these
+
+  DEVICE void init() const {  // by one thread
+    for (const auto& barrier : full) barrier_init(shared_address(&barrier), 1);
+  }
+};
+template <int kTiles, int kRounds>
+struct Told<kTiles, kRounds, 1> {
+  DEVICE void init() const {}
+};
+
+// The sum of what a warp has and the same warps of the other blocks have: of each two blocks, then
+// of these, so the same bits in all. A block adds up as large a share as the others. Each step
+// waits for the one before in all blocks: with products between them that takes no time.
+template <int kTiles, int kRounds, int kBlocks = CLUSTER>
+struct SumOfBlocks {
+  static constexpr int kShares = Told<kTiles, kRounds>::kShares;
+  const Told<kTiles, kRounds>& told;
+  double own[kShares];
+  unsigned phase = 0;
+
+  DEVICE SumOfBlocks(const Told<kTiles, kRounds>& told) : told(told) {}
+  DEVICE void tell(Sums<kTiles>& c, int round) {
+    if (threadIdx.x % 32 == 0)
+      for (int n = 0; n < 2; ++n) barrier_expect(shared_address(&told.full[n]), sizeof(told.x[n]));
+    __syncwarp();
+    each([&](int block, bool this_one, int i) {
+      if (this_one)
+        own[i] = number(c, round, block, i);
+      else
+        send(0, block, i, number(c, round, block, i));
+    });
+  }
+  DEVICE void add_up() {
+    barrier_wait_cluster(shared_address(&told.full[0]), phase);
+    double sum[kShares], two[kShares];
+    each([&](int block, bool this_one, int i) {
+      const double part = this_one ? own[i] : received(0, block, i);
+      two[i] = block % 2 == 0 ? part : two[i] + part;
+      if (block % 2 == 1) sum[i] = block == 1 ? two[i] : sum[i] + two[i];
+    });
+    each([&](int block, bool this_one, int i) {
+      if (!this_one) send(1, block, i, sum[i]);
+    });
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) own[i] = sum[i];
+  }
+  DEVICE void hear(Sums<kTiles>& c, int round) {
+    barrier_wait_cluster(shared_address(&told.full[1]), phase);
+    phase ^= 1;
+    each([&](int block, bool this_one, int i) {
+      number(c, round, block, i) = this_one ? own[i] : received(1, block, i);
+    });
+  }
+
+ private:
+  template <class Use>
+  static DEVICE void each(Use use) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kShares; ++i) use(block, block == cluster_rank(), i);
+  }
+  static DEVICE double& number(Sums<kTiles>& c, int round, int block, int i) {
+    const int n = kRounds * (block * kShares + i) + round;
+    return c[n / 4][n % 4];
+  }
+  // Where block `to` keeps what block `from` tells it.
+  DEVICE unsigned place(int n, int from, int to, int i) const {
+    return shared_address(&told.x[n][from - (from > to)][i][threadIdx.x % 32]);
+  }
+  DEVICE void send(int n, int block, int i, double x) const {
+    store_in_block(in_block(place(n, cluster_rank(), block, i), block), x,
+                   in_block(shared_address(&told.full[n]), block));
+  }
+  DEVICE double received(int n, int block, int i) const {
+    return load_shared_double(place(n, block, cluster_rank(), i));
+  }
+};
+template <int kTiles, int kRounds>
+struct SumOfBlocks<kTiles, kRounds, 1> {
+  DEVICE SumOfBlocks(const Told<kTiles, kRounds>&) {}
+  DEVICE void tell(Sums<kTiles>&, int) {}
+  DEVICE void add_up() {}
+  DEVICE void hear(Sums<kTiles>&, int) {}
+};
+
 // c = own theirs^T: kBoxes boxes of both, kSlotBoxes of theirs in a slot, which use(slot, products)
 // brings. Scores are summed over so many columns, and these sums added up: with one sum over more
-// than 128 columns a case was off by 2.3 times as much as the plain formula.
-template <int kBoxes, int kSlotBoxes, int kTiles, class Use>
+// than 128 columns a case was off by 2.3 times as much as the plain formula. And first over
+// kGroup boxes, which are those of a block of a cluster backward: in another order than lse's
+// scores made dv 5 times as far off as the formula's.
+template <int kBoxes, int kGroup, int kSlotBoxes, int kTiles, class Use>
 DEVICE void multiply_scores(Sums<kTiles>& c, unsigned own, int own_box, int their_box, Use use) {
   constexpr int kPiece = kBoxes > 8 ? 4 : kBoxes;
   static_assert(kBoxes % kPiece == 0 && kPiece % kSlotBoxes == 0, "whole slots");
-  clear(c);
+  auto sum_pieces = [&](Sums<kTiles>& sum, int box, int end) {
+    clear(sum);
 #pragma unroll 1
-  for (int box = 0; box < kBoxes;) {
-    Sums<kTiles> piece;
-    clear(piece);
+    while (box < end) {
+      Sums<kTiles> piece;
+      clear(piece);
 #pragma unroll 1
-    for (int i = 0; i < kPiece; i += kSlotBoxes, box += kSlotBoxes)
-      use(box / kSlotBoxes, [&](unsigned theirs) {
+      for (int i = 0; i < kPiece; i += kSlotBoxes, box += kSlotBoxes)
+        use(box / kSlotBoxes, [&](unsigned theirs) {
 #pragma unroll
-        for (int n = 0; n < kSlotBoxes; ++n)
-          multiply_along(piece, own + (box + n) * own_box, theirs + n * their_box);
-      });
-    add(c, piece);
+          for (int n = 0; n < kSlotBoxes; ++n)
+            multiply_along(piece, own + (box + n) * own_box, theirs + n * their_box);
+        });
+      add(sum, piece);
+    }
+  };
+  sum_pieces(c, 0, min(kGroup, kBoxes));
+  if constexpr (kBoxes > kGroup) {
+    static_assert(kBoxes <= 2 * kGroup && kGroup % kPiece == 0, "two groups");
+    Sums<kTiles> second;
+    sum_pieces(second, kGroup, kBoxes);
+    add(c, second);
   }
 }
 

@@ -1,9 +1,10 @@
 // Forward for float64 on Hopper: tensor copies (TMA), and products by mma.sync.
 //
-// Grid: one block per (query tile, head, batch entry), all on x. A warp has 16 queries, all of the
-// scores of a key block if ACROSS is 1, and VALUE_DIM / ACROSS columns of out. Else ACROSS warps
-// share 16 queries: each makes the scores of as large a part of the keys, and exponentials pass
-// through shared memory.
+// Grid: one block, or cluster of CLUSTER blocks, per (query tile, head, batch entry), all on x. A
+// warp has 16 queries, all of the scores of a key block if ACROSS is 1, and VALUE_DIM / ACROSS
+// columns of out. Else ACROSS warps share 16 queries: each makes the scores of as large a part of
+// the keys, and exponentials pass through shared memory. The blocks of a cluster have the same
+// queries and keys, and HEAD_DIM and VALUE_DIM columns each: their scores are added up.
 //
 // Q stays. K and V come in slots of a ring, in the order they are used: of K all keys of a block
 // and a part of its width, of V PART_K keys and a part of the columns of each of ACROSS warps. No
@@ -13,9 +14,10 @@
 //   q_full, full   tensor copies                   before products
 //   empty          a lane of each warp             before the next copy
 //
-// Options: HEAD_DIM, VALUE_DIM (padded to whole slots), ACROSS, BLOCK_K, PART_K, BOXES (times 16
-// columns of P V are made at a time), STAGES (slots), LAG (turns that a warp may be before
-// another), WARPS, TRANSFORM, SOFTCAP. Source: Dao 2023, arXiv:2307.08691, algorithm 1.
+// Options: HEAD_DIM, VALUE_DIM (padded to whole slots), GROUP (columns over which scores are summed
+// first), CLUSTER, ACROSS, BLOCK_K, PART_K, BOXES (times 16 columns of P V are made at a time),
+// STAGES (slots), LAG (turns that a warp may be before another), WARPS, TRANSFORM, SOFTCAP. Source:
+// Dao 2023, arXiv:2307.08691, algorithm 1.
 #include "fp64_sm90.cuh"
 #include "work.cuh"
 
@@ -26,6 +28,7 @@ constexpr int kKeyBoxes = kSlotBytes / (BLOCK_K * kRowBytes);
 constexpr int kOwnBoxes = kSlotBytes / (PART_K * kRowBytes * ACROSS),
               kSlotBoxes = kOwnBoxes * ACROSS;
 constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
+constexpr int kGroupBoxes = GROUP / kBoxColumns;  // over which scores are summed first
 constexpr int kKeySlots = kHeadBoxes / kKeyBoxes, kValueSlots = kValueBoxes / kSlotBoxes;
 constexpr int kParts = BLOCK_K / PART_K;
 constexpr int kSlots = kKeySlots + kParts * kValueSlots;  // of a key block
@@ -40,6 +43,7 @@ struct Shared {
   __align__(1024) char slots[STAGES][kSlotBytes];
   // Exponentials of each 16 queries, as lanes have them.
   Pair p[ACROSS > 1 ? kRows / 16 : 1][ACROSS > 1 ? BLOCK_K / 8 : 1][2][32];
+  Told<kKeys / 8, 1> told[WARPS];
   double rows[ACROSS][kRows];  // what warps that share queries say about them
   Powers powers;
   Work work;
@@ -55,16 +59,18 @@ struct TensorMaps {
 // Slot `index` of key block i of the work.
 DEVICE void copy(const TensorMaps& maps, const Work& work, int kv_head, int i, int index,
                  unsigned to, unsigned full) {
+  const int rank = cluster_rank();
   const int k0 = (work.k_begin + i) * BLOCK_K;
   if (index < kKeySlots) {
 #pragma unroll
     for (int n = 0; n < kKeyBoxes; ++n)
-      tensor_load(to + n * BLOCK_K * kRowBytes, maps.k, full, (index * kKeyBoxes + n) * kBoxColumns,
-                  k0, kv_head, work.batch);
+      tensor_load(to + n * BLOCK_K * kRowBytes, maps.k, full,
+                  (rank * kHeadBoxes + index * kKeyBoxes + n) * kBoxColumns, k0, kv_head,
+                  work.batch);
     return;
   }
   const int part = (index - kKeySlots) / kValueSlots;
-  const int box = (index - kKeySlots) % kValueSlots * kOwnBoxes;
+  const int box = rank * kValueBoxes + (index - kKeySlots) % kValueSlots * kOwnBoxes;
 #pragma unroll
   for (int n = 0; n < kSlotBoxes; ++n)  // those of a warp, then those of the next
     tensor_load(to + n * PART_K * kRowBytes, maps.v, full,
@@ -72,7 +78,7 @@ DEVICE void copy(const TensorMaps& maps, const Work& work, int kv_head, int i, i
                 k0 + part * PART_K, kv_head, work.batch);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
+extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
     fwd_sm90_fp64(const Params p, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -81,12 +87,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&shared.q_full), 1);
     ring.init();
+    for (const auto& told : shared.told) told.init();
     barrier_init_fence();
-    shared.work = Work(p, blockIdx.x);
+    shared.work = Work(p, blockIdx.x / CLUSTER);
     shared.kv_head = shared.work.head / p.group;
   }
   write(shared.powers);
-  __syncthreads();
+  sync_blocks();
+  const int rank = cluster_rank();
   const Work& work = shared.work;  // there, and not in registers
   const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
   const int row0 = work.q0 + 16 * rows16;
@@ -118,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   double top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
   Sums<kValueBoxes / ACROSS * 2> o;
   clear(o);
+  SumOfBlocks<kKeys / 8, 1> across(shared.told[warp]);
   // Slot `index`, or one of the next key blocks, goes into the ring.
   auto fill = [&](int i, int index, Turn<STAGES> to) {
     i += index / kSlots, index %= kSlots;
@@ -132,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       barrier_expect(q_full, sizeof(shared.q));
       for (int n = 0; n < kHeadBoxes; ++n)
         tensor_load(shared_address(shared.q) + n * (kRows * kRowBytes), maps.q, q_full,
-                    n * kBoxColumns, work.q0, work.head, work.batch);
+                    (rank * kHeadBoxes + n) * kBoxColumns, work.q0, work.head, work.batch);
     }
     if (warp == 0) {
 #pragma unroll 1
@@ -157,10 +166,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       continue;
     }
     Sums<kKeys / 8> s;
-    multiply_scores<kHeadBoxes, kKeyBoxes>(
+    multiply_scores<kHeadBoxes, kGroupBoxes, kKeyBoxes>(
         s, q, kRows * kRowBytes, BLOCK_K * kRowBytes, [&](int slot, auto products) {
           use(i, slot, [&](unsigned keys) { products(keys + of_keys); });
         });
+    across.tell(s, 0), across.add_up(), across.hear(s, 0);
     auto key_of = [&](int t, int e) {
       return k0 + share * kKeys + 8 * t + spread(2 * lane_x() + e);
     };
@@ -257,10 +267,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     inverse[r] = sum[r] == 0 ? 0 : 1 / sum[r];
-    if (row_of(r) < p.sq && lane_x() == 0 && share == 0)
+    if (row_of(r) < p.sq && lane_x() == 0 && share + rank == 0)
       static_cast<double*>(p.lse)[first_row(p, work.batch, work.head) + row_of(r)] =
           sum[r] == 0 ? -kInfinity : top[r] + log(sum[r]);
   }
   store(Head<double>(p.out, work.batch, work.head), o, inverse,
-        share * (kValueBoxes / ACROSS) * kBoxColumns, row_of, p.sq, p.v_width);
+        (rank * kValueBoxes + share * (kValueBoxes / ACROSS)) * kBoxColumns, row_of, p.sq,
+        p.v_width);
 }

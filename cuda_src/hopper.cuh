@@ -55,6 +55,46 @@ DEVICE bool named_any(int name, int threads, bool so) {
   return any;
 }
 
+// --- clusters of blocks
+
+DEVICE int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Of all threads of all blocks.
+DEVICE void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+// Where what a block has at this address lies in the shared memory of another.
+DEVICE unsigned in_block(unsigned address, int rank) {
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Stores there, and counts 8 bytes as copied at a barrier of the same block.
+DEVICE void store_in_block(unsigned address, double x, unsigned barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(
+          address),
+      "d"(x), "r"(barrier)
+      : "memory");
+}
+// As barrier_wait, for what other blocks have stored.
+DEVICE void barrier_wait_cluster(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // --- tensor copies
 
 struct __align__(64) TensorMap {

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(256) split(const Params p) {
   split_columns(Head<float>(p.v, batch, head), p.v_parts, (batch * 1ll * heads_kv + head) * p.sk,
                 tile * BLOCK_K, p.sk, 64 * slab, p.v_width,
                 p.v_factors + (kv_tile<BLOCK_K>(p, batch, head) + tile) * 1ll * VALUE_DIM,
-                reinterpret_cast<float2(&)[8][32]>(memory));
+                *reinterpret_cast<float2(*)[8][32]>(memory));
 }
 
 // Of an array of so many heads a batch entry and rows a head, by the warp with this number.

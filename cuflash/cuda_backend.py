@@ -417,7 +417,7 @@ def _backward_plan(
         tiles_of_head = max(1, -(-problem.sq // tiles.resident))
         section = _section(problem, 2 * _limits(device)[2] / tiles_of_head)
     elif isinstance(tiles, HopperBackward):
-        section = _together(problem, tiles)
+        section = _together(problem, tiles, _limits(device)[2])
     elif isinstance(tiles, HopperTwoPass):
         section = tiles.together
     else:
@@ -462,18 +462,17 @@ def _section(p: Problem, heads_that_fill: float) -> int:
     return max(1, -(-heads // sections))
 
 
-def _together(p: Problem, tiles: HopperBackward) -> int:
+def _together(p: Problem, tiles: HopperBackward, multiprocessors: int) -> int:
     """Key/value heads that a Hopper backward launch works on at a time.
 
-    About as many as have q, dout and the sums of dq in 18 MB of the L2 cache, as each tile of keys
-    passes over them; but at least 8, as blocks of a head take turns or add to the same sums. Under
-    a mask blocks wait longer for those before them, a tile of queries each: twice as many where
-    that is 128. And without a rest, as 64 heads in sections of 9 were 6 % slower than of 8
-    (docs/kernels.md).
+    As many as have a tile of keys for each multiprocessor: more read more of q and dout, and add to
+    more of dq, than the L2 cache holds (8 instead of 2 heads of 8,192 keys: 3 % slower). Two tiles
+    where blocks take turns at 128 queries, and so wait longer for those before them. And without a
+    rest, as 64 heads in sections of 9 were 6 % slower than of 8 (docs/kernels.md).
     """
-    of_head = p.group * p.sq * ((p.d + p.dv) * p.itemsize + p.d * 4)
-    cached = 18e6 if _uniform(p) or tiles.streamed < 128 else 36e6
-    wanted, heads = max(8, cached / max(1, of_head)), p.batch * p.heads_kv
+    heads = p.batch * p.heads_kv
+    waits = p.batch * p.heads >= tiles.turns_from and tiles.streamed == 128
+    wanted = (2 if waits else 1) * multiprocessors / max(1, -(-p.sk // tiles.resident))
     sections = (n for n in range(1, heads + 1) if heads % n == 0)
     return min(sections, key=lambda n: abs(math.log(n / wanted)), default=1)
 

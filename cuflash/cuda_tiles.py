@@ -71,6 +71,7 @@ class HopperBackward(NamedTuple):
     # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: the
     # first stores, so that nothing is cleared before. With 2 heads turns cost 30 %.
     turns_from: int = 16
+    resident: int = 128
 
 
 class HopperTwoPass(NamedTuple):
@@ -95,6 +96,9 @@ class HopperDouble(NamedTuple):
     part: int  # keys of which P V is made at a time
     boxes: int  # times 16 columns of P V are made at a time, by a warp
     across: int = 1  # warps that share queries; each has so much of the output's columns
+    cluster: int = 1  # blocks that share queries; each has so much of all columns
+    # Of a block's columns, over which scores are summed first: backward a block has one.
+    groups: int = 1
 
     @property
     def resident(self) -> int:
@@ -107,10 +111,16 @@ class HopperDoubleBackward(NamedTuple):
     across: int  # each has so much of the columns of dK and dV
     turns_from: int = sys.maxsize  # as in HopperBackward
     streamed: int = 64  # queries of which scores are made at a time
+    cluster: int = 1  # blocks that share keys; each has so much of all columns
 
     @property
     def resident(self) -> int:
         return 128 // self.across
+
+    @property
+    def rounds(self) -> int:
+        """In which blocks tell each other scores: in one, four would have a slot less."""
+        return 2 if self.cluster > 2 else 1
 
     @property
     def part(self) -> int:
@@ -258,21 +268,21 @@ BACKWARD_MMA = {
     1024: [_WIDE_MMA],
 }
 
-# float64 on Hopper. 16 heads (512: 8, wider: 4), S = 4096, full / causal, beside the rows above and
+# float64 on Hopper. 16 heads (from 512 on 8), S = 4096, full / causal, beside the rows above and
 # the materialised formula.
 FORWARD_HOPPER_64: dict[int, Portable | ForwardOnHopper] = {
     64: FORWARD_MMA[64][0],  # 38.7 / 37.0; 8.8
     128: HopperDouble(32, 32, 2),  # 40.6 / 39.8; 36.6 / 35.6; 15.5
     256: HopperDouble(64, 32, 2, across=2),  # 39.9 / 37.3; 31.7 / 31.5; 24.4
-    512: HopperDouble(128, 32, 1, across=4),  # 39.0 / 35.9; 25.9 / 25.1; 33.4
-    1024: HopperDouble(128, 16, 1, across=8),  # 23.7 / 23.3; 14; 42.7
+    512: HopperDouble(128, 32, 1, across=4, groups=2),  # 39.1 / 37.2; 25.9 / 25.1; 33.4
+    1024: HopperDouble(64, 32, 1, across=4, cluster=2, groups=2),  # 34.0 / 33.4; 14; 42.7
 }
 BACKWARD_HOPPER_64: dict[int, Portable | OnHopper] = {
     64: BACKWARD_MMA[64][0],  # HopperDoubleBackward(2) 28
     128: HopperDoubleBackward(2),  # 34.5 / 34.0; 29.4 / 29.3; 14.8
     256: HopperDoubleBackward(4),  # 31.2 / 31.0; 17.5 / 17.1; 23.7
-    512: HopperDoubleBackward(8),  # 22.7 / 22.4; 16.6 / 15.5; 32.8
-    1024: BACKWARD_MMA[1024][0],
+    512: HopperDoubleBackward(4, cluster=2),  # 28.3 / 27.5; 16.6 / 15.5; 32.8
+    1024: HopperDoubleBackward(4, cluster=4),  # 25.2 / 24.8; 10.3; 43.3
 }
 
 FORWARD: dict[str, Table] = {

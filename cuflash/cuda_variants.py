@@ -62,7 +62,9 @@ def forward_steps(
     """What a forward pass launches: kernels, and of how many blocks."""
     variant = forward_variant(problem, tiles, vector)
     blocks = problem.batch * problem.heads * -(-problem.sq // tiles.resident)
-    if not isinstance(tiles, HopperTiles | HopperDouble):
+    if isinstance(tiles, HopperDouble):
+        blocks *= tiles.cluster
+    elif not isinstance(tiles, HopperTiles):
         blocks *= _chunks(problem.dv, tiles)[1]
     if isinstance(tiles, SplitTiles) and tiles.parts:
         return [split_step(problem, tiles, True, vector), (variant, blocks)]
@@ -162,7 +164,7 @@ def _sm80_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 
 
 def _sm90_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    keys, queries = 128, tiles.streamed
+    keys, queries = tiles.resident, tiles.streamed
     d, dv = rounded_up(problem.d, 32), rounded_up(problem.dv, 32)
     if queries != 128:
         d = max(d, 96)  # two slabs
@@ -348,14 +350,17 @@ def _hopper_variant(problem: Problem, tiles: HopperTiles, vector: bool) -> Varia
 
 
 def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
-    d, dv = rounded_up(problem.d, 64), rounded_up(problem.dv, _shared_columns(tiles))
+    group = rounded_up(-(-problem.d // (tiles.cluster * tiles.groups)), 64)
+    d = min(rounded_up(problem.d, 64), tiles.groups * group)
+    dv = _block_columns(problem.dv, tiles)
     # Q; numbers of rows, exponentials that warps share, the table of powers and barriers.
-    fixed = 8 * tiles.resident * d + 3 * KIB
+    fixed = 8 * tiles.resident * d + _told_bytes(tiles) + 3 * KIB
     fixed += 8 * tiles.resident * tiles.streamed if tiles.across > 1 else 0
     macros = {
         "BLOCK_K": tiles.streamed,
         "PART_K": tiles.part,
         "BOXES": tiles.boxes,
+        "GROUP": group,
         "TRANSFORM": transform(problem),
     }
     return _fp64_ring(
@@ -364,10 +369,10 @@ def _fp64_variant(problem: Problem, tiles: HopperDouble) -> Variant:
 
 
 def _fp64_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
-    d, dv = (rounded_up(width, _shared_columns(tiles)) for width in (problem.d, problem.dv))
+    d, dv = (_block_columns(width, tiles) for width in (problem.d, problem.dv))
     # K and V; P or dS; work, the table of powers and barriers.
-    fixed = 8 * tiles.resident * (d + dv + tiles.streamed) + KIB
-    macros = {"PART_Q": tiles.part}
+    fixed = 8 * tiles.resident * (d + dv + tiles.streamed) + _told_bytes(tiles) + KIB
+    macros = {"PART_Q": tiles.part, "ROUNDS": tiles.rounds}
 
     def step(entry):
         return _fp64_ring("bwd_sm90_fp64", entry, problem, tiles, vector, (d, dv), macros, fixed)
@@ -375,13 +380,20 @@ def _fp64_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
     heads, heads_kv = problem.batch * problem.heads, problem.batch * problem.heads_kv
     return [
         (step("row_delta"), -(-heads * problem.sq // DELTA_ROWS)),
-        (step("bwd_sm90_fp64"), heads_kv * -(-problem.sk // tiles.resident)),
+        (step("bwd_sm90_fp64"), heads_kv * -(-problem.sk // tiles.resident) * tiles.cluster),
     ]
 
 
-def _shared_columns(tiles: HopperDouble | HopperDoubleBackward) -> int:
-    """Of whole slots, in which each warp has 16 columns."""
-    return max(64, 16 * tiles.across)
+def _block_columns(width: int, tiles: HopperDouble | HopperDoubleBackward) -> int:
+    """Of a block, in whole slots, in which each warp has 16."""
+    return rounded_up(-(-width // tiles.cluster), max(64, 16 * tiles.across))
+
+
+def _told_bytes(tiles: HopperDouble | HopperDoubleBackward) -> int:
+    """What blocks of a cluster tell each other about scores: parts, and sums, of all others."""
+    rounds = tiles.rounds if isinstance(tiles, HopperDoubleBackward) else 1
+    scores = tiles.resident * tiles.streamed // rounds
+    return 2 * 8 * scores * (tiles.cluster - 1) // tiles.cluster
 
 
 def _fp64_ring(file, entry, problem, tiles, vector, widths, macros, fixed) -> Variant:
@@ -393,8 +405,9 @@ def _fp64_ring(file, entry, problem, tiles, vector, widths, macros, fixed) -> Va
         "HEAD_DIM": widths[0],
         "VALUE_DIM": widths[1],
         "ACROSS": tiles.across,
+        "CLUSTER": tiles.cluster,
         "STAGES": stages,
-        "LAG": min(3, stages // 2),
+        "LAG": min(3, (stages + 1) // 2),
         "SOFTCAP": int(problem.softcap is not None),
         **macros,
     }
@@ -501,7 +514,7 @@ def workspace(problem: Problem, tiles: Portable | OnHopper) -> tuple[int, int, i
         turns = q_tiles if heads >= tiles.turns_from else 0
         return q_tiles * tiles.streamed * _dq_width(tiles), turns, 1
     if isinstance(tiles, HopperDoubleBackward):
-        return 0, q_tiles * 8 if heads >= tiles.turns_from else 0, 0
+        return 0, q_tiles * 8 * tiles.cluster if heads >= tiles.turns_from else 0, 0
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
         return 0, turns * _chunks(problem.d, tiles)[1], 0

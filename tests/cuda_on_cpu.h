@@ -1,5 +1,5 @@
-// Enough of CUDA to run the kernels on CPU threads: one thread each, a block at a time. `launch`
-// returns how many copies to shared memory nobody waited for.
+// Enough of CUDA to run the kernels on CPU threads: one thread each, a block, or the blocks of a
+// cluster, at a time. `launch` returns how many copies to shared memory nobody waited for.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -19,6 +19,7 @@ using std::exp, std::log, std::max, std::min, std::tanh;
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
 
 struct Dim {
@@ -26,19 +27,23 @@ struct Dim {
 };
 inline thread_local Dim threadIdx, blockIdx;
 inline Dim blockDim, gridDim;
-inline std::atomic<int> copies_left;        // begun, and not waited for
-alignas(1024) inline char memory[1 << 18];  // shared memory
+inline std::atomic<int> copies_left;  // begun, and not waited for
+constexpr int kMostBlocks = 4;        // of a cluster
+inline thread_local int rank_of_block;
+inline thread_local char* memory;  // shared memory of the block
 
 // In cuda_on_cpu.cpp, compiled once for all kernels.
 void __syncthreads();
 void __syncwarp();
-int launch(int grid, int block, const std::function<void()>& kernel);
+void cluster_sync();
+char* memory_of(int rank);
+int launch(int grid, int cluster, int block, const std::function<void()>& kernel);
 
 // What every lane of this warp passes, seen by all of them while `use` runs.
 template <class T, class Use>
 auto with_lanes(const T& mine, Use use) {
-  static T lanes[32][32];
-  T(&warp)[32] = lanes[threadIdx.x / 32];
+  static T lanes[kMostBlocks][32][32];
+  T(&warp)[32] = lanes[rank_of_block][threadIdx.x / 32];
   warp[threadIdx.x % 32] = mine;
   __syncwarp();
   const auto result = use(warp);

@@ -11,9 +11,13 @@ struct Barrier {
 };
 inline std::mutex barriers_mutex;
 inline std::condition_variable barriers_changed;
-inline std::map<unsigned, Barrier> barriers;
+inline std::map<unsigned, Barrier> barriers;  // of all blocks of a cluster
 
-inline void change(unsigned barrier, int arrivals, int bytes) {
+constexpr unsigned kBlockBytes = 1 << 20;  // of addresses
+inline unsigned in_block(unsigned address, int rank) { return address + rank * kBlockBytes; }
+inline int cluster_rank() { return rank_of_block; }
+
+inline void change_in_block(unsigned barrier, int arrivals, int bytes) {
   std::lock_guard lock(barriers_mutex);
   Barrier& b = barriers.at(barrier);
   b.missing -= arrivals, b.bytes += bytes;
@@ -22,16 +26,27 @@ inline void change(unsigned barrier, int arrivals, int bytes) {
     barriers_changed.notify_all();
   }
 }
+inline void change(unsigned barrier, int arrivals, int bytes) {
+  change_in_block(in_block(barrier, rank_of_block), arrivals, bytes);
+}
 inline void barrier_init(unsigned barrier, int arrivals) {
   std::lock_guard lock(barriers_mutex);
-  barriers[barrier] = {arrivals, arrivals, 0, 0};
+  barriers[in_block(barrier, rank_of_block)] = {arrivals, arrivals, 0, 0};
 }
 inline void barrier_init_fence() {}
 inline void barrier_arrive(unsigned barrier) { change(barrier, 1, 0); }
 inline void barrier_expect(unsigned barrier, int bytes) { change(barrier, 1, bytes); }
 inline void barrier_wait(unsigned barrier, unsigned parity) {
   std::unique_lock lock(barriers_mutex);
-  barriers_changed.wait(lock, [&] { return barriers.at(barrier).phase % 2 != parity; });
+  const Barrier& b = barriers.at(in_block(barrier, rank_of_block));
+  barriers_changed.wait(lock, [&] { return b.phase % 2 != parity; });
+}
+inline void barrier_wait_cluster(unsigned barrier, unsigned parity) {
+  barrier_wait(barrier, parity);
+}
+inline void store_in_block(unsigned address, double x, unsigned barrier) {
+  std::memcpy(memory_of(address / kBlockBytes) + address % kBlockBytes, &x, sizeof x);
+  change_in_block(barrier, 0, -8);
 }
 
 struct Named {
@@ -41,7 +56,8 @@ struct Named {
 };
 inline std::mutex named_mutex;
 inline std::condition_variable named_changed;
-inline Named named[16];
+inline Named all_named[kMostBlocks][16];
+inline Named& named(int name) { return all_named[rank_of_block][name]; }
 
 inline bool arrives_last(Named& n, int threads, bool so = false) {
   n.any |= so;
@@ -52,11 +68,11 @@ inline bool arrives_last(Named& n, int threads, bool so = false) {
 }
 inline void named_arrive(int name, int threads) {
   std::unique_lock lock(named_mutex);
-  arrives_last(named[name], threads);
+  arrives_last(named(name), threads);
 }
 inline bool named_any(int name, int threads, bool so) {
   std::unique_lock lock(named_mutex);
-  Named& n = named[name];
+  Named& n = named(name);
   const unsigned generation = n.generation;
   if (!arrives_last(n, threads, so))
     named_changed.wait(lock, [&] { return n.generation != generation; });

@@ -3,7 +3,8 @@
 Each array has its own allocation, so that a step beyond it is one that memcheck sees. With
 `portable` as an argument, Hopper's 16-bit kernels and those of wide heads in float32 are left out:
 initcheck does not see what tensor and bulk copies store, and reports row_delta, store_dq and CuPy's
-own kernels for reading it.
+own kernels for reading it. With `unclustered`, those in clusters of blocks: under racecheck they
+end in an internal error of the sanitizer, though it leaves them out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ CASES = [
          layout="contiguous", window=(60, 9)),
     case(40, 150, d=264, dv=320, batch=1, heads=1, heads_kv=1, dtype="float64",
          layout="contiguous", causal=True),
+    case(40, 150, d=520, dv=600, batch=1, heads=1, heads_kv=1, dtype="float64",
+         layout="contiguous", window=(60, 9)),
     case(70, 150, d=320, dv=264, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
          layout="contiguous", causal=True),
     case(40, 150, d=264, dv=320, batch=1, heads=1, heads_kv=1, dtype="float32",
@@ -47,9 +50,10 @@ if __name__ == "__main__":
     for c in CASES:
         run = Run(c, cupy)
         configs = [None, portable_config(c.dtype, c.d, c.dv)] if on_hopper() else [None]
-        on_a_hopper = config_on(90, 227, c.dtype, c.d, c.dv).forward
-        unseen = c.dtype in cuda_variants.ELEMENTS or isinstance(on_a_hopper, cuda_tiles.WideHopper)
-        if "portable" in sys.argv and unseen:
+        tiles = config_on(90, 227, c.dtype, c.d, c.dv).backward
+        unseen = c.dtype in cuda_variants.ELEMENTS or isinstance(tiles, cuda_tiles.WideHopper)
+        clustered = isinstance(tiles, cuda_tiles.HopperDoubleBackward) and tiles.cluster > 1
+        if ("portable" in sys.argv and unseen) or ("unclustered" in sys.argv and clustered):
             configs = configs[-1:]
         for config in configs:
             out, lse = run.forward(backend="cuda", config=config)

@@ -186,19 +186,36 @@ def test_the_tiles_of_a_causal_call_end_together(heads, s, d):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("s", [128, 1024, 4096, 8192, 65536])
 @pytest.mark.parametrize("right", [None, 0])
-def test_heads_of_a_backward_pass_fit_the_l2_cache_together(right, s, d, group):
+def test_heads_of_a_backward_pass_fill_the_gpu_together(right, s, d, group):
     problem = Problem("cuda", "bfloat16", 1, 96 * group, 96, s, s, d, d, 1.0, right=right)
-    heads = cuda_backend._together(problem, cuda_tiles.BACKWARD_HOPPER[d])
-    of_head = group * s * d * (2 + 2 + 4)  # q, dout, and dq in float32
-    assert heads in (8, 12, 16, 24, 32, 48, 96)  # no rest
-    assert heads == 8 or heads * of_head < 36e6 * 2**0.5
-    assert heads == 96 or heads * of_head > 18e6 / 2**0.5
+    tiles = cuda_backend.config_for(problem, 90, 227 * KIB).backward
+    heads = cuda_backend._together(problem, tiles, 132)
+    assert 96 % heads == 0  # no rest
+    of_each = heads * s / 128 / 132  # tiles of keys, of a multiprocessor
+    wanted = 2 if d == 64 and not (right == 0 and s >= 4096) else 1  # turns at 128 queries
+    assert heads == 96 or of_each > wanted / 1.5
+    assert heads == 1 or of_each < wanted * 1.5
+
+
+@pytest.mark.parametrize("width", [65, 128, 200, 256, 257, 320, 512, 520, 784, 1024])
+def test_float64_scores_are_summed_in_the_order_of_lse(width):
+    # Else P = exp(S - lse) is off by the rounding of two sums.
+    p = Problem("cuda", "float64", 1, 1, 1, 9, 9, width, width, 1.0)
+    tiles = cuda_backend.config_for(p, 90, 227 * KIB)
+    (forward, _), *_ = cuda_variants.forward_steps(p, tiles.forward, True)
+    *_, (backward, _) = cuda_variants.backward_steps(p, tiles.backward, True)
+    forward, backward = dict(forward.macros), dict(backward.macros)
+    assert forward["GROUP"] == backward["HEAD_DIM"]
+    assert backward["CLUSTER"] in (
+        1,
+        forward["CLUSTER"] * -(-forward["HEAD_DIM"] // forward["GROUP"]),
+    )
 
 
 @pytest.mark.parametrize("heads", [0, 1, 7, 37])
 def test_any_number_of_heads_is_worked_on(heads):
     problem = Problem("cuda", "bfloat16", 1, heads, heads, 9, 9, 64, 64, 1.0)
-    together = cuda_backend._together(problem, cuda_tiles.BACKWARD_HOPPER[64])
+    together = cuda_backend._together(problem, cuda_tiles.BACKWARD_HOPPER[64], 132)
     assert together == max(1, heads)
 
 

@@ -130,7 +130,7 @@ def test_float64_on_hopper(i, case):
     run.check_backward(run.backward(out, lse, backend="cuda", config=config))
 
 
-@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@pytest.mark.parametrize("d", [64, 128, 256, 512, 1024])
 @pytest.mark.parametrize("scale", [1, 30])
 def test_float64_of_many_keys_is_as_exact_as_the_formula(scale, d):
     import cupy
@@ -148,7 +148,7 @@ def root_mean_square(x, want):
     return np.sqrt(np.mean(np.square(host(x) - want)))
 
 
-@pytest.mark.parametrize("d", [64, 128, 256, 512])
+@pytest.mark.parametrize("d", [64, 128, 256, 512, 1024])
 @pytest.mark.parametrize("scale", [1, 30])
 def test_float64_gradients_of_many_queries_are_as_exact_as_the_formula(scale, d, tiles_for):
     import cupy
@@ -177,6 +177,17 @@ def test_gradients_repeat_fifty_times(causal, d, n, batch, heads, tiles_for):
     run = Run(case(n, n, d=d, dv=d, batch=batch, heads=heads, heads_kv=heads // 2,
                    dtype="bfloat16", layout="contiguous", causal=causal), cupy)  # fmt: skip
     check_that_gradients_repeat(run, {"backend": "cuda", "config": tiles_for("bfloat16", d)})
+
+
+@pytest.mark.parametrize("d", [128, 320, 784])
+@pytest.mark.parametrize("causal", [False, True])
+def test_float64_gradients_repeat_fifty_times(causal, d):
+    # In one block, and in clusters of two and four.
+    import cupy
+
+    run = Run(case(400, 300, d=d, dv=d, batch=1, heads=4, heads_kv=2, dtype="float64",
+                   layout="contiguous", causal=causal), cupy)  # fmt: skip
+    run.check_backward(check_that_gradients_repeat(run, {"backend": "cuda"}))
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -80,10 +80,11 @@ def compiled(compiler, folder, variant):
     maps = ("const TensorMaps* maps", "*maps") if "sm90" in variant.entry else ()
     parameters = ", ".join(("int grid, int block, const Params* params", *maps[:1]))
     arguments = ", ".join(("*params", *maps[1:]))
+    cluster = 1 if variant.entry == "row_delta" else dict(variant.macros).get("CLUSTER", 1)
     program.write_text(
         f'#include "cuda_on_cpu.h"\n{source}\n'
         f'extern "C" int run({parameters}) {{\n'
-        f"  return launch(grid, block, [&] {{ {variant.entry}({arguments}); }});\n}}\n"
+        f"  return launch(grid, {cluster}, block, [&] {{ {variant.entry}({arguments}); }});\n}}\n"
     )
     library = program.with_suffix(".so")
     macros = [f"-D{name}={value}" for name, value in variant.macros]
@@ -256,11 +257,15 @@ HOPPER_DOUBLE_CASES = [
           layout="contiguous"), HopperDouble(64, 32, 1, across=2),
      HopperDoubleBackward(4, turns_from=0)),
     (case(50, 150, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64",
-          layout="contiguous", window=(20, 9)), HopperDouble(128, 32, 1, across=4),
+          layout="contiguous", window=(20, 9)), HopperDouble(128, 32, 1, across=4, groups=2),
      HopperDoubleBackward(8, turns_from=99)),
-    (case(20, 150, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
-          causal=True), HopperDouble(128, 16, 1, across=8),
-     HopperDoubleBackward(8, turns_from=0)),
+    # Clusters of blocks; all columns of v are those of the first of four.
+    (case(70, 40, d=264, dv=40, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
+          layout="contiguous"), HopperDouble(32, 32, 2, across=2, cluster=2, groups=2),
+     HopperDoubleBackward(4, turns_from=0, cluster=4)),
+    (case(20, 150, d=520, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
+          window=(20, 9), softcap=2.0), HopperDouble(64, 32, 1, across=4, cluster=2),
+     HopperDoubleBackward(4, turns_from=99, cluster=2)),
 ]  # fmt: skip
 
 

@@ -99,10 +99,12 @@ def test_another_length_or_layout_does_not_compile_again():
 
     numba_backend._compiled.cache_clear()
     numba_backend._configured.cache_clear()
-    assert call(50, "C") < 10, "the first call, with its compilation"
+    first = call(50, "C")
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # 13 s where 16 processes share the cores
+        assert first < 10, "with its compilation"
     misses = numba_backend._compiled.cache_info().misses
     for n, order in ((51, "C"), (50, "F"), (300, "F")):
-        assert call(n, order) < 0.5, (n, order)
+        assert call(n, order) < min(0.5, first / 10), (n, order)
     assert numba_backend._compiled.cache_info().misses == misses
 
 
