@@ -206,10 +206,8 @@ def test_float64_scores_are_summed_in_the_order_of_lse(width):
     *_, (backward, _) = cuda_variants.backward_steps(p, tiles.backward, True)
     forward, backward = dict(forward.macros), dict(backward.macros)
     assert forward["GROUP"] == backward["HEAD_DIM"]
-    assert backward["CLUSTER"] in (
-        1,
-        forward["CLUSTER"] * -(-forward["HEAD_DIM"] // forward["GROUP"]),
-    )
+    groups = -(-forward["HEAD_DIM"] // forward["GROUP"])
+    assert backward["CLUSTER"] == forward["CLUSTER"] * groups
 
 
 @pytest.mark.parametrize("heads", [0, 1, 7, 37])
