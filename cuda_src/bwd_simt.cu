@@ -39,14 +39,14 @@ static_assert(!MMA || (kQueries % 2 == 0 && kColumns % 2 == 0), "whole mma");
 DEVICE int dq_first_query() { return threadIdx.x / 32 % kQueryWarps * kLanesY * kQueries; }
 DEVICE int dq_first_column() { return threadIdx.x / 32 / kQueryWarps * kLanesX * kColumns; }
 
-// Of eight columns, the one that is column m of the mma: one number each of lanes that share rows
-// makes 32 bytes of dQ, and rows of `keys` that are read at once start in different banks.
-DEVICE int mma_column(int m) { return m % 2 * 4 + (m / 2 + m % 2 * 2) % 4; }
+// Of eight rows of `keys`, the one that is column m of the mma: rows that are read at once start in
+// different banks, and one number each of lanes that share queries makes 32 bytes of dQ.
+DEVICE int mma_row(int m) { return m / 4 * 4 + m % 2 * 2 + m % 4 / 2; }
 
 DEVICE int dq_query_of(int i) { return slot(dq_first_query() + kLanesY * i + lane_y()); }
 DEVICE int dq_column_of(int j) {
   return dq_first_column() +
-         (MMA ? j / 2 * 8 + mma_column(2 * lane_x() + j % 2) : 8 * j + lane_x());
+         (MMA ? j / 2 * 8 + column_of_row(mma_row(2 * lane_x() + j % 2)) : 8 * j + lane_x());
 }
 
 // dq += ds^T keys: sums over all keys of the block, which both have in rows. On CUDA cores they are
@@ -67,7 +67,7 @@ DEVICE void accumulate_dq(Real (&dq)[kQueries][kColumns], const Real (&ds)[STREA
     for (int j = 0; j < kColumns; j += 2) {
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        b[e] = keys[dq_first_column() % SLICE + 4 * j + mma_column(lane_y())][k + 4 * e];
+        b[e] = keys[dq_first_column() % SLICE + 4 * j + mma_row(lane_y())][k + 4 * e];
 #pragma unroll
       for (int i = 0; i < kQueries; i += 2)
         mma(dq[i][j], dq[i][j + 1], dq[i + 1][j], dq[i + 1][j + 1], a[i / 2], b);

@@ -28,9 +28,10 @@
 //   begins; dS (+ dV), and the rest begins; dQ and dK begin; dQ is put away (+ dK)
 // Of 128 queries it is 64 and 64: the second P (+ dV and dK of the first half).
 //
-// With p.counters, as in bwd_sm80.cu, blocks of a head take turns at dQ, in the order of their
-// keys, so that results repeat bit for bit; the first stores, and only counters must begin as
-// zeros. The adding threads wait for turns, and nobody else does.
+// The first block at a tile of dQ stores, and others add once that is there, so that only counters
+// must begin as zeros. With p.in_turns they add in the order of their keys, as in bwd_sm80.cu, so
+// that results repeat bit for bit. Without p.counters dQ begins as zeros, and nobody waits. Those
+// that wait for other blocks are the adding threads only.
 //
 // Options: ELEMENT, HEAD_DIM, VALUE_DIM (padded to 32), BLOCK_Q (128; or 64 or 80, with HEAD_DIM of
 // two slabs), DQ_STAGES (buffers for dQ, 1 or 2), TRANSFORM (softmax.cuh), VECTOR (as in
@@ -204,24 +205,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           const int tile = dq_tile<BLOCK_Q>(p, work.batch, q_head, q0);
           constexpr int kBytes = kGroups * kDqPart * sizeof(float);
           const unsigned part = dq_parts + i % DQ_STAGES * kBytes;
-          const int turn = p.counters ? work.turn(p, q0) : -1;
+          int* const counter = p.counters + tile;
+          const int before = p.in_turns ? work.turn(p, q0) : 2;  // claimed, and stored
+          auto is_there = [&] {
+            if (!p.counters) return true;
+            if (load_acquire(counter) != before) return false;
+            fence_async_global();
+            return true;
+          };
+          // Asked here, it takes no time; after this block's part has come, 7 % with 80 queries.
+          bool there = is_there();
           barrier_wait(dq_full + 8 * parity, i / 2 % 2);
-          if (turn == 0) {
+          // Not claimed earlier: those that wait for this block keep their buffers full.
+          const bool first = p.in_turns ? before == 0 : !there && claim(counter);
+          if (first) {
             bulk_store(dq_sum(p, tile), part, kBytes);
           } else {
-            if (p.counters) {
-              while (load_acquire(p.counters + tile) != turn) continue;
-              fence_async_global();
-            }
+            while (!there) there = is_there();
             bulk_add(dq_sum(p, tile), part, kBytes);
           }
           bulk_wait_read();
           barrier_arrive(dq_empty + 8 * (i % DQ_STAGES));
-          if (p.counters) {
+          if (first || p.in_turns) {
             bulk_wait();
             fence_async_global();
             fence();
-            count_up(p.counters + tile);
+            count_up(counter);
           }
         }
         barrier_arrive(work_empty + 8 * (job % 2));

@@ -23,7 +23,6 @@
 constexpr int kRows = 16 * WARPS / ACROSS, kStreamed = 64;
 constexpr int kShare = kStreamed / ACROSS;  // queries of which a warp makes scores
 constexpr int kPart = PART_Q, kParts = kStreamed / kPart;
-constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
 // Boxes of a slot: for scores, for products, and of these for one warp.
 constexpr int kScoreBoxes = kSlotBytes / (kStreamed * kRowBytes);
 constexpr int kTimesBoxes = kSlotBytes / (kPart * kRowBytes), kOwnBoxes = kTimesBoxes / ACROSS;
@@ -70,26 +69,25 @@ struct TensorMaps {
 DEVICE void copy(const TensorMaps& maps, Place at, int batch, int index, unsigned to,
                  unsigned full) {
   const bool of_q = index < kOfS || index >= kForDk;
-  const int box0 = cluster_rank() * (of_q ? kHeadBoxes : kValueBoxes);
+  const int boxes = of_q ? kHeadBoxes : kValueBoxes;
   const TensorMap& map = of_q ? maps.q : maps.dout;
   if (index < kOfS || (index >= kForDp && index < kForDp + kOfDp)) {
-    const int box = box0 + (index - (of_q ? 0 : kForDp)) * kScoreBoxes;
+    const int box = (index - (of_q ? 0 : kForDp)) * kScoreBoxes;
 #pragma unroll
     for (int n = 0; n < kScoreBoxes; ++n)
 #pragma unroll
       for (int i = 0; i < kStreamed; i += kPart)
-        tensor_load(to + (n * kStreamed + i) * kRowBytes, map, full, (box + n) * kBoxColumns,
+        tensor_load(to + (n * kStreamed + i) * kRowBytes, map, full, column_of(box + n, boxes),
                     at.q0 + i, at.head, batch);
     return;
   }
   const int slots = of_q ? kHeadTimes : kValueTimes, slot = index - (of_q ? kForDk : kForDv);
-  const int share = (of_q ? kHeadBoxes : kValueBoxes) / ACROSS;
+  const int box = slot % slots * kOwnBoxes;
 #pragma unroll
   for (int n = 0; n < kTimesBoxes; ++n)  // those of a warp, then those of the next
-    tensor_load(
-        to + n * kPart * kRowBytes, map, full,
-        (box0 + n / kOwnBoxes * share + slot % slots * kOwnBoxes + n % kOwnBoxes) * kBoxColumns,
-        at.q0 + slot / slots * kPart, at.head, batch);
+    tensor_load(to + n * kPart * kRowBytes, map, full,
+                column_of(n / kOwnBoxes * (boxes / ACROSS) + box + n % kOwnBoxes, boxes),
+                at.q0 + slot / slots * kPart, at.head, batch);
 }
 
 extern "C" __global__ void row_delta(const Params p) { write_delta_and_zeros<double>(p); }
@@ -109,7 +107,6 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
   }
   write(shared.powers);
   sync_blocks();
-  const int rank = cluster_rank();
   const Work& work = shared.work;  // there, and not in registers
   const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
   auto key_of = [&](int r) { return work.k0 + 16 * rows16 + own_row(r); };
@@ -156,10 +153,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
 #pragma unroll 1
       for (int n = 0; n < kHeadBoxes + kValueBoxes; ++n) {
         const bool of_k = n < kHeadBoxes;
-        tensor_load(
-            shared_address(shared.own) + n * (kRows * kRowBytes), of_k ? maps.k : maps.v, own_full,
-            (of_k ? rank * kHeadBoxes + n : rank * kValueBoxes + n - kHeadBoxes) * kBoxColumns,
-            work.k0, work.head, work.batch);
+        tensor_load(shared_address(shared.own) + n * (kRows * kRowBytes), of_k ? maps.k : maps.v,
+                    own_full,
+                    of_k ? column_of(n, kHeadBoxes) : column_of(n - kHeadBoxes, kValueBoxes),
+                    work.k0, work.head, work.batch);
       }
     }
     if (warp == 0) {
@@ -213,7 +210,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
   WarpTurn dq_turn;
   auto take_turn = [&](Place at) {
     const int tile = dq_tile<kStreamed>(p, work.batch, at.head, at.q0);
-    dq_turn.take(p, (tile * CLUSTER + rank) * WARPS + warp, work.turn(p, at.q0));
+    dq_turn.take(p, (tile * CLUSTER + cluster_rank()) * WARPS + warp, work.turn(p, at.q0));
   };
 
   // Slots from `first` on, for scores.
@@ -332,7 +329,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int row = at.q0 + query0 + 8 * i + spread(2 * lane_x() + e % 2);
-          const int column = (rank * kHeadBoxes + box) * kBoxColumns + lane_y() + 8 * (e / 2);
+          const int column = column_of(box, kHeadBoxes) + lane_y() + 8 * (e / 2);
           add(&sum.at(row, column), dq[i][e] * score.scale, row < p.sq && column < p.d);
         }
     }
@@ -340,8 +337,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
   dq_turn.pass(p);
 
   store(Head<double>(p.dk, work.batch, work.head), dk, {score.scale, score.scale},
-        (rank * kHeadBoxes + share * (kHeadBoxes / ACROSS)) * kBoxColumns, key_of, p.sk, p.d);
+        column_of(share * (kHeadBoxes / ACROSS), kHeadBoxes), key_of, p.sk, p.d);
   store(Head<double>(p.dv, work.batch, work.head), dv, {1, 1},
-        (rank * kValueBoxes + share * (kValueBoxes / ACROSS)) * kBoxColumns, key_of, p.sk,
-        p.v_width);
+        column_of(share * (kValueBoxes / ACROSS), kValueBoxes), key_of, p.sk, p.v_width);
 }

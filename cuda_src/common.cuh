@@ -214,6 +214,16 @@ DEVICE int count_up_from(int* counter) {
   return x;
 }
 
+// Whether it was 0, and is 1 now.
+DEVICE bool claim(int* counter) {
+  int x;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;"
+               : "=r"(x)
+               : "l"(counter)
+               : "memory");
+  return x == 0;
+}
+
 DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // --- matrix product: c (16 x 8, float) += a (16 x 16) b (16 x 8)

@@ -23,6 +23,10 @@ DEVICE constexpr int spread(int y) { return y ^ (y & 1) << 2; }
 DEVICE int own_row(int r) { return 8 * r + spread(lane_y()); }
 
 constexpr int kBoxColumns = 16, kRowBytes = 128, kEightRows = 8 * kRowBytes;
+// Of K and Q, and of V, those of a block; blocks of a cluster divide columns among them.
+constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
+// Where such a box begins, of so many.
+DEVICE int column_of(int box, int boxes) { return (cluster_rank() * boxes + box) * kBoxColumns; }
 constexpr int kSlotBytes = 16384;  // of 8 KiB, kernels were up to 10 % slower
 
 struct Pair {

@@ -27,7 +27,6 @@ constexpr int kKeys = BLOCK_K / ACROSS;  // whose scores a warp makes
 constexpr int kKeyBoxes = kSlotBytes / (BLOCK_K * kRowBytes);
 constexpr int kOwnBoxes = kSlotBytes / (PART_K * kRowBytes * ACROSS),
               kSlotBoxes = kOwnBoxes * ACROSS;
-constexpr int kHeadBoxes = HEAD_DIM / kBoxColumns, kValueBoxes = VALUE_DIM / kBoxColumns;
 constexpr int kGroupBoxes = GROUP / kBoxColumns;  // over which scores are summed first
 constexpr int kKeySlots = kHeadBoxes / kKeyBoxes, kValueSlots = kValueBoxes / kSlotBoxes;
 constexpr int kParts = BLOCK_K / PART_K;
@@ -59,23 +58,22 @@ struct TensorMaps {
 // Slot `index` of key block i of the work.
 DEVICE void copy(const TensorMaps& maps, const Work& work, int kv_head, int i, int index,
                  unsigned to, unsigned full) {
-  const int rank = cluster_rank();
   const int k0 = (work.k_begin + i) * BLOCK_K;
   if (index < kKeySlots) {
 #pragma unroll
     for (int n = 0; n < kKeyBoxes; ++n)
       tensor_load(to + n * BLOCK_K * kRowBytes, maps.k, full,
-                  (rank * kHeadBoxes + index * kKeyBoxes + n) * kBoxColumns, k0, kv_head,
-                  work.batch);
+                  column_of(index * kKeyBoxes + n, kHeadBoxes), k0, kv_head, work.batch);
     return;
   }
   const int part = (index - kKeySlots) / kValueSlots;
-  const int box = rank * kValueBoxes + (index - kKeySlots) % kValueSlots * kOwnBoxes;
+  const int box = (index - kKeySlots) % kValueSlots * kOwnBoxes;
 #pragma unroll
   for (int n = 0; n < kSlotBoxes; ++n)  // those of a warp, then those of the next
-    tensor_load(to + n * PART_K * kRowBytes, maps.v, full,
-                (n / kOwnBoxes * (kValueBoxes / ACROSS) + box + n % kOwnBoxes) * kBoxColumns,
-                k0 + part * PART_K, kv_head, work.batch);
+    tensor_load(
+        to + n * PART_K * kRowBytes, maps.v, full,
+        column_of(n / kOwnBoxes * (kValueBoxes / ACROSS) + box + n % kOwnBoxes, kValueBoxes),
+        k0 + part * PART_K, kv_head, work.batch);
 }
 
 extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
@@ -94,7 +92,6 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
   }
   write(shared.powers);
   sync_blocks();
-  const int rank = cluster_rank();
   const Work& work = shared.work;  // there, and not in registers
   const int warp = threadIdx.x / 32, share = warp % ACROSS, rows16 = warp / ACROSS;
   const int row0 = work.q0 + 16 * rows16;
@@ -141,7 +138,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
       barrier_expect(q_full, sizeof(shared.q));
       for (int n = 0; n < kHeadBoxes; ++n)
         tensor_load(shared_address(shared.q) + n * (kRows * kRowBytes), maps.q, q_full,
-                    (rank * kHeadBoxes + n) * kBoxColumns, work.q0, work.head, work.batch);
+                    column_of(n, kHeadBoxes), work.q0, work.head, work.batch);
     }
     if (warp == 0) {
 #pragma unroll 1
@@ -267,11 +264,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(32 * WARPS, 1)
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     inverse[r] = sum[r] == 0 ? 0 : 1 / sum[r];
-    if (row_of(r) < p.sq && lane_x() == 0 && share + rank == 0)
+    if (row_of(r) < p.sq && lane_x() == 0 && share + cluster_rank() == 0)
       static_cast<double*>(p.lse)[first_row(p, work.batch, work.head) + row_of(r)] =
           sum[r] == 0 ? -kInfinity : top[r] + log(sum[r]);
   }
   store(Head<double>(p.out, work.batch, work.head), o, inverse,
-        (rank * kValueBoxes + share * (kValueBoxes / ACROSS)) * kBoxColumns, row_of, p.sq,
-        p.v_width);
+        column_of(share * (kValueBoxes / ACROSS), kValueBoxes), row_of, p.sq, p.v_width);
 }

@@ -16,7 +16,7 @@ struct Params {
   // tiles of queries.
   void *lse, *dlse, *lse_log2, *delta;
   float* dq_sum;  // of bwd_sm80 and bwd_sm90: dQ in tiles
-  int* counters;  // backward: turns taken at dQ, from 0; on Hopper it may be null
+  int* counters;  // backward: of those that add to dQ, from 0; on Hopper it may be null
   int* tickets;   // fwd_sm90, or null, and bwd_sm90: tiles given out, from 0
   // Of split.cu: parts of float32 arrays, a row after the other, and what undoes their powers of
   // two.
@@ -27,6 +27,7 @@ struct Params {
   int lo_shift, hi_shift;       // of k_bounds
   int section;                  // heads that a Hopper launch works on at a time
   int turn_bits, pass_at_once;  // of bwd_sm80: 2^turn_bits queries are a turn, whole tiles
+  int in_turns;                 // of bwd_sm90: blocks add to dQ in the order of their keys
   double scale, softcap;        // softcap 0: none
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "Params here and in cuda_variants.py differ");

@@ -133,8 +133,14 @@ DEVICE void fetch(Straight& tile, const Matrix& x, int row0, int rows, int n, in
   }
 }
 
-// tile[j][i] = x[row0 + i][n SLICE + j], element by element: a warp copies 8 neighbours of each of
-// 4 rows at once, which lie in different banks.
+// The row of a tile written columns first that column j is, and back. For tensor cores, of each
+// eight those are the first that are a product's first four in fp64_sm90.cuh: scores are summed in
+// the same order there, and are the same numbers.
+DEVICE constexpr int row_of_column(int j) { return MMA ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j; }
+DEVICE constexpr int column_of_row(int i) { return MMA ? i / 8 * 8 + i % 4 * 2 + i % 8 / 4 : i; }
+
+// tile[row_of_column(j)][i] = x[row0 + i][n SLICE + j], element by element: a warp copies 8
+// neighbours of each of 4 rows at once, which lie in different banks.
 template <int kCount>
 DEVICE void fetch_turned(Turned<kCount>& tile, const Matrix& x, int row0, int rows, int n,
                          int width) {
@@ -144,7 +150,7 @@ DEVICE void fetch_turned(Turned<kCount>& tile, const Matrix& x, int row0, int ro
 #pragma unroll 1
   for (int i = threadIdx.x / 8; i < kCount; i += kThreads / 8) {
     const char* from = x.data + (row0 + i) * x.row + (n * SLICE + j0) * step;
-    const unsigned to = shared_address(&tile[j0][i]);
+    const unsigned to = shared_address(&tile[row_of_column(j0)][i]);
     const int left = row0 + i < rows ? width - n * SLICE - j0 : 0;
 #pragma unroll
     for (int j = 0; j < SLICE; j += 8)

@@ -19,7 +19,6 @@ from .cuda_tiles import (
     BACKWARD_HOPPER_32,
     BACKWARD_HOPPER_64,
     BACKWARD_HOPPER_LONG,
-    BACKWARD_HOPPER_MASKED,
     FORWARD_HOPPER,
     FORWARD_HOPPER_32,
     FORWARD_HOPPER_64,
@@ -93,11 +92,15 @@ def config_for(problem: Problem, capability: int, shared_limit: int) -> Config:
         forward, backward = FORWARD_HOPPER, BACKWARD_HOPPER
         if problem.sk <= 1024 and masked:
             forward = forward | FORWARD_HOPPER_SHORT
-        if problem.sk >= 4096 and masked:
-            backward = backward | BACKWARD_HOPPER_MASKED
         if problem.sk >= (8192 if masked else 4096) and not transform(problem):
             backward = backward | BACKWARD_HOPPER_LONG
-        return Config(forward[row], backward[row])
+        chosen = backward[row]
+        if isinstance(chosen, HopperBackward):
+            # Few blocks of a head come to dQ at the same time, and very many wait for the slowest.
+            turns = problem.sk <= 512 and not masked
+            zeros = problem.sk >= 16384 and chosen.streamed == 80
+            chosen = chosen._replace(turns=turns, zeros=zeros)
+        return Config(forward[row], chosen)
     if on_hopper and split:
         of_parts = FORWARD_HOPPER_TF32 if problem.precision == "tf32" else FORWARD_HOPPER_32
         row = next(w for w in of_parts if w >= width)
@@ -323,7 +326,7 @@ def backward(
         q, k, v, dout = [_aligned_copy(x) for x in inputs]
         pointers, layout = _described([q, k, v, out, dout, dq, dk, dv])
     if deterministic and isinstance(tiles, HopperBackward | HopperDoubleBackward):
-        tiles = tiles._replace(turns_from=0)
+        tiles = tiles._replace(turns=True)
     stats = cupy.ndarray((2, stats_rows(problem, tiles)), problem.compute)
     plan = _backward_plan(q.data.device_id, problem, tiles, *layout)
     rows = [lse.data.ptr, 0 if dlse is None else dlse.data.ptr]
@@ -410,9 +413,8 @@ def _backward_plan(
     vector = aligned and _whole_groups(problem, strides)
     steps = backward_steps(problem, tiles, vector)
     encoders = []
-    heads = problem.batch * problem.heads
-    if isinstance(tiles, HopperDoubleBackward) and heads >= tiles.turns_from:
-        section = heads  # blocks of a head wait for each other
+    if isinstance(tiles, HopperDoubleBackward) and tiles.turns:
+        section = problem.batch * problem.heads  # blocks of a head wait for each other
     elif isinstance(tiles, WideTiles | WideHopper | HopperDoubleBackward):
         tiles_of_head = max(1, -(-problem.sq // tiles.resident))
         section = _section(problem, 2 * _limits(device)[2] / tiles_of_head)
@@ -429,7 +431,9 @@ def _backward_plan(
         else:
             mapped = backward_mapped(strides)
             encoders = [_encoder(problem, boxes, mapped) for boxes in all_boxes]
-    return Plan(_template(problem, strides, section), _loaded(device, steps, encoders))
+    in_turns = isinstance(tiles, HopperBackward) and tiles.turns
+    template = _template(problem, strides, section, in_turns)
+    return Plan(template, _loaded(device, steps, encoders))
 
 
 def _whole_groups(problem: Problem, strides: tuple) -> bool:
@@ -467,12 +471,13 @@ def _together(p: Problem, tiles: HopperBackward, multiprocessors: int) -> int:
 
     As many as have a tile of keys for each multiprocessor: more read more of q and dout, and add to
     more of dq, than the L2 cache holds (8 instead of 2 heads of 8,192 keys: 3 % slower). Two tiles
-    where blocks take turns at 128 queries, and so wait longer for those before them. And without a
-    rest, as 64 heads in sections of 9 were 6 % slower than of 8 (docs/kernels.md).
+    where blocks take turns at 128 queries, and so wait longer for those before them, and four under
+    a mask, where more of them begin at the same place (8,192 causal: 469 instead of 379 with one).
+    And without a rest, as 64 heads in sections of 9 were 6 % slower than of 8 (docs/kernels.md).
     """
     heads = p.batch * p.heads_kv
-    waits = p.batch * p.heads >= tiles.turns_from and tiles.streamed == 128
-    wanted = (2 if waits else 1) * multiprocessors / max(1, -(-p.sk // tiles.resident))
+    tiles_each = (2 if _uniform(p) else 4) if tiles.turns and tiles.streamed == 128 else 1
+    wanted = tiles_each * multiprocessors / max(1, -(-p.sk // tiles.resident))
     sections = (n for n in range(1, heads + 1) if heads % n == 0)
     return min(sections, key=lambda n: abs(math.log(n / wanted)), default=1)
 
@@ -487,11 +492,11 @@ def _turns(p: Problem) -> tuple[int, int]:
     return 6 if few or p.d > 128 else 7, int(few)
 
 
-def _template(p: Problem, strides: tuple, section: int) -> array.array:
+def _template(p: Problem, strides: tuple, section: int, in_turns: bool = False) -> array.array:
     words = [word for array in strides for word in (0, *array)]
     words += [0] * (56 - len(words))
     sizes = p.batch, p.heads, p.group, p.sq, p.sk, p.d, p.dv, *p.band, section
-    packed = PARAMS.pack(*words, *sizes, *_turns(p), p.scale, p.softcap or 0.0)
+    packed = PARAMS.pack(*words, *sizes, *_turns(p), in_turns, p.scale, p.softcap or 0.0)
     return array.array("q", packed)
 
 

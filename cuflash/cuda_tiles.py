@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -68,9 +67,8 @@ class HopperBackward(NamedTuple):
 
     streamed: int
     dq_stages: int  # buffers for dQ
-    # From so many heads on blocks take turns at dQ though nobody asked for `deterministic`: the
-    # first stores, so that nothing is cleared before. With 2 heads turns cost 30 %.
-    turns_from: int = 16
+    turns: bool = False  # blocks add to dQ in the order of their keys, as for `deterministic`
+    zeros: bool = False  # else: to zeros, and not to what the first of them stores
     resident: int = 128
 
 
@@ -104,12 +102,16 @@ class HopperDouble(NamedTuple):
     def resident(self) -> int:
         return 128 // self.across
 
+    @property
+    def rounds(self) -> int:
+        return 1  # as in HopperDoubleBackward
+
 
 class HopperDoubleBackward(NamedTuple):
     """float64: 16 keys stay with each `across` warps, of eight."""
 
     across: int  # each has so much of the columns of dK and dV
-    turns_from: int = sys.maxsize  # as in HopperBackward
+    turns: bool = False  # as in HopperBackward
     streamed: int = 64  # queries of which scores are made at a time
     cluster: int = 1  # blocks that share keys; each has so much of all columns
 
@@ -154,10 +156,10 @@ _FORWARD_16: Table = {
 # On compute capability 9.0. TFLOP/s: bfloat16 on an H200, 16,384 tokens, hidden 2048, S = 8192,
 # full / causal, beside cuDNN in the same run; other rows in docs/kernels.md.
 FORWARD_HOPPER = {
-    64: HopperTiles(192, 128, 4),  # 590 / 569, cuDNN 486 / 458
-    128: HopperTiles(128, 128),  # 716 / 707, cuDNN 660 / 605
+    64: HopperTiles(192, 128, 4),  # 625 / 578, cuDNN 496 / 439
+    128: HopperTiles(128, 128),  # 747 / 727, cuDNN 653 / 568
     192: HopperTiles(128, 80),
-    256: HopperTiles(128, 64),  # 803 / 785, cuDNN 737 / 614
+    256: HopperTiles(128, 64),  # 820 / 781, cuDNN 736 / 598
 }
 # Under a mask with up to 1,024 keys smaller blocks of them compute less for nothing.
 FORWARD_HOPPER_SHORT = {128: HopperTiles(128, 64, 4)}  # S = 512: 359; 344 with the row above
@@ -176,19 +178,14 @@ FORWARD_HOPPER_TF32 = {
     256: HopperTiles(128, 32, 3, parts=1),  # 298 / 213
 }
 BACKWARD_HOPPER: dict[int, OnHopper] = {
-    64: HopperBackward(128, 1),
-    128: HopperBackward(64, 2),
+    64: HopperBackward(128, 1),  # 561 / 534, cuDNN 419 / 382
+    128: HopperBackward(64, 2),  # at 2,048 520 / 479, cuDNN 448 / 383
     192: HopperTwoPass(80, 64),  # 456 / 444, cuDNN 344 / 336
-    256: HopperTwoPass(64, 48),  # 432 / 432, cuDNN 348 / 379
+    256: HopperTwoPass(64, 48),  # 422 / 441, cuDNN 344 / 374
 }
-# Where so many blocks of a head would wait for turns that clearing dQ takes less: under a mask from
-# 4,096 keys on. And of 8,192, or 4,096 that all queries see, unless scores are transformed: 80
-# queries are more than registers hold then.
-BACKWARD_HOPPER_MASKED = {
-    64: HopperBackward(128, 1, turns_from=sys.maxsize),
-    128: HopperBackward(64, 2, turns_from=sys.maxsize),
-}
-BACKWARD_HOPPER_LONG = {128: HopperBackward(80, 1, turns_from=sys.maxsize)}
+# From 8,192 keys on, or 4,096 that all queries see, unless scores are transformed: 80 queries are
+# more than registers hold then.
+BACKWARD_HOPPER_LONG = {128: HopperBackward(80, 1)}  # 634 / 587, cuDNN 546 / 484
 # Wider than that, forward / backward, full, S = 4096: bfloat16, 16 heads of 512 or 8 of 1,024,
 # 640 / 330 and 305 / 185 (wide_sm80.cu 195 / 87 and 130 / 70); float32, a quarter of them,
 # 177 / 120 and 130 / 73 (CUDA cores 34 / 24 and 20 / 16), TF32 at 512 328.
@@ -270,8 +267,8 @@ BACKWARD_MMA = {
 
 # float64 on Hopper. 16 heads (from 512 on 8), S = 4096, full / causal, beside the rows above and
 # the materialised formula.
-FORWARD_HOPPER_64: dict[int, Portable | ForwardOnHopper] = {
-    64: FORWARD_MMA[64][0],  # 38.7 / 37.0; 8.8
+FORWARD_HOPPER_64: dict[int, ForwardOnHopper] = {
+    64: HopperDouble(64, 64, 2),  # 38.8 / 38.1; 37.7 / 37.1; 8.8
     128: HopperDouble(32, 32, 2),  # 40.6 / 39.8; 36.6 / 35.6; 15.5
     256: HopperDouble(64, 32, 2, across=2),  # 39.9 / 37.3; 31.7 / 31.5; 24.4
     512: HopperDouble(128, 32, 1, across=4, groups=2),  # 39.1 / 37.2; 25.9 / 25.1; 33.4

@@ -29,7 +29,7 @@ from .cuda_tiles import (
 from .problem import Problem
 
 #: Params of params.cuh: eight arrays (pointer and four strides), 16 pointers, sizes, numbers.
-PARAMS = struct.Struct("56q12i2d")
+PARAMS = struct.Struct("56q13i2d")
 KIB = 1024
 #: The element type of the tensor-core kernels, and the arithmetic of the CUDA-core ones.
 ELEMENTS = {"float16": "Half", "bfloat16": "BFloat16"}
@@ -385,14 +385,13 @@ def _fp64_steps(problem, tiles, vector) -> list[tuple[Variant, int]]:
 
 
 def _block_columns(width: int, tiles: HopperDouble | HopperDoubleBackward) -> int:
-    """Of a block, in whole slots, in which each warp has 16."""
-    return rounded_up(-(-width // tiles.cluster), max(64, 16 * tiles.across))
+    """Of a block, in whole slots."""
+    return rounded_up(-(-width // tiles.cluster), 64)
 
 
 def _told_bytes(tiles: HopperDouble | HopperDoubleBackward) -> int:
     """What blocks of a cluster tell each other about scores: parts, and sums, of all others."""
-    rounds = tiles.rounds if isinstance(tiles, HopperDoubleBackward) else 1
-    scores = tiles.resident * tiles.streamed // rounds
+    scores = tiles.resident * tiles.streamed // tiles.rounds
     return 2 * 8 * scores * (tiles.cluster - 1) // tiles.cluster
 
 
@@ -505,16 +504,16 @@ def stats_rows(p: Problem, tiles: Portable | OnHopper) -> int:
 
 
 def workspace(problem: Problem, tiles: Portable | OnHopper) -> tuple[int, int, int]:
-    """Sizes: dQ as float32 tiles, counters of turns at it, and that of tiles given out."""
+    """Sizes: dQ as float32 tiles, counters of those that add to it, and that of tiles given out."""
     if isinstance(tiles, HopperTwoPass | WideTiles | WideHopper):
         return 0, 0, 0
     heads = problem.batch * problem.heads
     q_tiles = heads * -(-problem.sq // tiles.streamed)
     if isinstance(tiles, HopperBackward):
-        turns = q_tiles if heads >= tiles.turns_from else 0
-        return q_tiles * tiles.streamed * _dq_width(tiles), turns, 1
+        counters = 0 if tiles.zeros and not tiles.turns else q_tiles
+        return q_tiles * tiles.streamed * _dq_width(tiles), counters, 1
     if isinstance(tiles, HopperDoubleBackward):
-        return 0, q_tiles * 8 * tiles.cluster if heads >= tiles.turns_from else 0, 0
+        return 0, q_tiles * 8 * tiles.cluster if tiles.turns else 0, 0
     turns = q_tiles * tiles.warps  # a turn is a tile or more
     if problem.dtype in REALS:  # blocks add to the result itself
         return 0, turns * _chunks(problem.d, tiles)[1], 0

@@ -105,6 +105,7 @@ inline int load_relaxed(const int* from) { return *from; }
 inline int load_acquire(const int* from) { return *from; }
 inline void count_up(int* counter) { ++*counter; }
 inline int count_up_from(int* counter) { return (*counter)++; }
+inline bool claim(int* counter) { return *counter == 0 && ++*counter; }
 inline void fence() {}
 
 // Lane i gets row i / 4, columns 2 (i % 4) and the next, of each matrix; transposed: column and

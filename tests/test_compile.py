@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,17 +181,18 @@ def test_the_tiles_of_a_causal_call_end_together(heads, s, d):
     assert max(ends) <= 1.05 * sum(lengths) / multiprocessors
 
 
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("s", [128, 1024, 4096, 8192, 65536])
 @pytest.mark.parametrize("right", [None, 0])
-def test_heads_of_a_backward_pass_fill_the_gpu_together(right, s, d, group):
+def test_heads_of_a_backward_pass_fill_the_gpu_together(right, s, d, group, turns):
     problem = Problem("cuda", "bfloat16", 1, 96 * group, 96, s, s, d, d, 1.0, right=right)
-    tiles = cuda_backend.config_for(problem, 90, 227 * KIB).backward
+    tiles = cuda_backend.config_for(problem, 90, 227 * KIB).backward._replace(turns=turns)
     heads = cuda_backend._together(problem, tiles, 132)
     assert 96 % heads == 0  # no rest
     of_each = heads * s / 128 / 132  # tiles of keys, of a multiprocessor
-    wanted = 2 if d == 64 and not (right == 0 and s >= 4096) else 1  # turns at 128 queries
+    wanted = (2 if right is None else 4) if turns and d == 64 else 1
     assert heads == 96 or of_each > wanted / 1.5
     assert heads == 1 or of_each < wanted * 1.5
 
@@ -218,17 +218,20 @@ def test_any_number_of_heads_is_worked_on(heads):
 
 
 @pytest.mark.parametrize(
-    ("keys", "d", "options", "queries", "turns"),
-    [(4095, 128, {}, 64, 16), (4096, 128, {}, 80, sys.maxsize),
-     (4096, 128, {"softcap": 2.0}, 64, 16), (4096, 128, {"scale": -1.0}, 64, 16),
-     (4095, 128, {"right": 0}, 64, 16), (4096, 128, {"right": 0}, 64, sys.maxsize),
-     (8192, 128, {"right": 0}, 80, sys.maxsize),
-     (4096, 64, {}, 128, 16), (4096, 64, {"left": 9}, 128, sys.maxsize)],
+    ("keys", "d", "options", "queries", "dq"),
+    [(512, 64, {}, 128, "turns"), (512, 128, {"softcap": 2.0}, 64, "turns"),
+     (512, 64, {"right": 0}, 128, "first"), (512, 128, {"left": 9}, 64, "first"),
+     (513, 128, {}, 64, "first"), (4095, 128, {}, 64, "first"), (4096, 128, {}, 80, "first"),
+     (4096, 128, {"softcap": 2.0}, 64, "first"), (4096, 128, {"scale": -1.0}, 64, "first"),
+     (8191, 128, {"right": 0}, 64, "first"), (8192, 128, {"right": 0}, 80, "first"),
+     (16384, 128, {}, 80, "zeros"), (16384, 128, {"softcap": 2.0}, 64, "first"),
+     (16384, 64, {"right": 0}, 128, "first")],
 )  # fmt: skip
-def test_backward_tiles_of_many_keys(keys, d, options, queries, turns):
+def test_backward_tiles_of_few_and_of_many_keys(keys, d, options, queries, dq):
     p = Problem("cuda", "bfloat16", 1, 1, 1, 9, keys, d, d, **{"scale": 1.0} | options)
     tiles = cuda_backend.config_for(p, 90, 227 * KIB).backward
-    assert (tiles.streamed, tiles.turns_from) == (queries, turns)
+    assert tiles.streamed == queries
+    assert dq == ("turns" if tiles.turns else "zeros" if tiles.zeros else "first")
 
 
 @pytest.mark.parametrize("dtype", cuda_tiles.FORWARD)

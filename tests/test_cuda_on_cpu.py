@@ -243,29 +243,29 @@ def test_float64_on_tensor_cores(case, tiles, backward_tiles, on_cpu):
 HOPPER_DOUBLE_CASES = [
     (case(150, 90, d=40, dv=24, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
           layout="contiguous"), HopperDouble(32, 32, 1),
-     HopperDoubleBackward(2, turns_from=0)),
+     HopperDoubleBackward(2, turns=True)),
     (case(70, 200, d=64, dv=64, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
           causal="top_left"), HopperDouble(64, 64, 1),
-     HopperDoubleBackward(2, turns_from=99)),
+     HopperDoubleBackward(2)),
     (case(130, 100, d=128, dv=100, batch=1, heads=1, heads_kv=1, dtype="float64", scale=-0.5,
           layout="contiguous", window=(9, None)), HopperDouble(64, 32, 2),
-     HopperDoubleBackward(2, turns_from=0)),
+     HopperDoubleBackward(2, turns=True)),
     (case(90, 70, d=200, dv=24, batch=1, heads=1, heads_kv=1, dtype="float64", softcap=2.0,
           layout="bshd"), HopperDouble(64, 32, 1, across=2),
-     HopperDoubleBackward(4, turns_from=99)),
+     HopperDoubleBackward(4)),
     (case(9, 3, d=8, dv=8, batch=2, heads=1, heads_kv=1, dtype="float64", causal=True,
           layout="contiguous"), HopperDouble(64, 32, 1, across=2),
-     HopperDoubleBackward(4, turns_from=0)),
+     HopperDoubleBackward(4, turns=True)),
     (case(50, 150, d=264, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64",
           layout="contiguous", window=(20, 9)), HopperDouble(128, 32, 1, across=4, groups=2),
-     HopperDoubleBackward(8, turns_from=99)),
+     HopperDoubleBackward(4)),
     # Clusters of blocks; all columns of v are those of the first of four.
     (case(70, 40, d=264, dv=40, batch=1, heads=2, heads_kv=1, dtype="float64", causal=True,
           layout="contiguous"), HopperDouble(32, 32, 2, across=2, cluster=2, groups=2),
-     HopperDoubleBackward(4, turns_from=0, cluster=4)),
+     HopperDoubleBackward(4, turns=True, cluster=4)),
     (case(20, 150, d=520, dv=300, batch=1, heads=1, heads_kv=1, dtype="float64", layout="bshd",
           window=(20, 9), softcap=2.0), HopperDouble(64, 32, 1, across=4, cluster=2),
-     HopperDoubleBackward(4, turns_from=99, cluster=2)),
+     HopperDoubleBackward(4, cluster=2)),
 ]  # fmt: skip
 
 
@@ -365,6 +365,25 @@ def test_float64_on_hopper(case, tiles, backward_tiles, hopper, on_cpu):
     run.check_forward(out, lse)
     problem, *_ = canonical(run.q, run.k, run.v, **run.options)
     run.check_backward(backward(on_cpu, problem, backward_tiles, run, out, lse))
+
+
+@pytest.mark.parametrize(
+    ("d", "tiles", "backward_tiles"),
+    [(64, HopperDouble(64, 64, 2), Tiles(128, 32, 8, mma=True)),
+     (100, HopperDouble(32, 32, 2), HopperDoubleBackward(2))],
+)  # fmt: skip
+def test_float64_scores_are_the_same_numbers_in_both_passes(
+    d, tiles, backward_tiles, hopper, on_cpu
+):
+    # With one key lse is its score and P = exp(S - lse) is 1, if both are summed in one order.
+    one = case(70, 1, d=d, dv=8, batch=1, heads=1, heads_kv=1, dtype="float64",
+               layout="contiguous", magnitude=30, scale=1.0)  # fmt: skip
+    run = Run(one, np)
+    run.dout[:] = np.rint(8 * run.dout)
+    out, lse = hopper(tiles, run.q, run.k, run.v, **run.options)
+    problem, *_ = canonical(run.q, run.k, run.v, **run.options)
+    *_, dv = backward(on_cpu, problem, backward_tiles, run, out, lse)
+    np.testing.assert_array_equal(dv, run.dout.sum(2, keepdims=True))
 
 
 def test_hopper_gives_a_head_the_same_bits_whatever_else_a_block_computes(hopper):
@@ -478,15 +497,15 @@ def test_wide_heads_on_hopper(case, tiles, hopper, on_cpu):
 
 HOPPER_BACKWARD_CASES = [
     (case(150, 190, d=24, dv=40, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
-          causal=True), HopperBackward(128, 1, turns_from=0)),
+          causal=True), HopperBackward(128, 1, turns=True)),
     (case(90, 140, d=128, dv=72, batch=1, heads=2, heads_kv=2, dtype="bfloat16", layout="bshd",
-          softcap=2.0), HopperBackward(64, 2, turns_from=0)),
+          softcap=2.0), HopperBackward(64, 2, turns=True)),
     (case(200, 130, d=72, dv=128, batch=1, heads=1, heads_kv=1, dtype="bfloat16",
-          layout="contiguous", window=(40, 3)), HopperBackward(80, 1, turns_from=0)),
+          layout="contiguous", window=(40, 3)), HopperBackward(80, 1, turns=True)),
     (case(260, 129, d=64, dv=64, batch=1, heads=2, heads_kv=2, dtype="float16", layout="contiguous",
           causal=True, scale=-0.4, softcap=3.0), HopperBackward(128, 1)),
     (case(300, 260, d=40, dv=24, batch=2, heads=3, heads_kv=3, dtype="bfloat16",
-          layout="contiguous", window=(5, 40)), HopperBackward(80, 1)),
+          layout="contiguous", window=(5, 40)), HopperBackward(80, 1, zeros=True)),
     (case(130, 5, d=8, dv=9, batch=1, heads=2, heads_kv=1, dtype="float16", layout="contiguous",
           causal="top_left", scale=0.0), HopperBackward(64, 1)),
     (case(150, 100, d=136, dv=72, batch=1, heads=2, heads_kv=1, dtype="bfloat16",
