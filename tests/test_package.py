@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 RUN = """
-import time
+import time, numpy as np
 start = time.perf_counter()
 import cuflash
 seconds = time.perf_counter() - start
-import importlib.resources, numpy as np
+import importlib.resources
 sources = importlib.resources.files("cuflash") / "cuda_src"
 assert (sources / "mask.cuh").is_file(), list(sources.iterdir())
 assert (importlib.resources.files("cuflash") / "py.typed").is_file()
@@ -47,4 +47,5 @@ def test_wheel_in_an_empty_environment(tmp_path):
     file, _ = runs[0].stdout.split()
     assert str(tmp_path) in file
     fastest = min(float(run.stdout.split()[1]) for run in runs)
-    assert fastest <= 0.15, f"import cuflash takes {fastest:.3f} s"
+    # It loads nothing but NumPy, which takes 0.1 s by itself; SciPy would be 0.2 s more.
+    assert fastest <= 0.05, f"import cuflash takes {fastest:.3f} s beyond NumPy"
