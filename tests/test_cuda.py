@@ -227,7 +227,7 @@ def check_that_gradients_repeat(run, options):
         cupy.full(1 << 20, cupy.nan, "float32")
         again = run.backward(out, lse, deterministic=True, **options)
         assert all(bool((a == b).all()) for a, b in zip(again, first, strict=True))
-    # Where nobody asks for that, blocks of few heads add to dQ in any order, which may show.
+    # Where nobody asks for that, blocks add to dQ in any order, which may show.
     want = first.dq.astype(run.compute)
     eps = {"bfloat16": 2**-8, "float64": 2**-53}[run.case.dtype]
     rounding = 2 * eps * abs(want) + 84 * np.finfo(run.compute).eps * abs(want).max()

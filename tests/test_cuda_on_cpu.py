@@ -279,10 +279,10 @@ def backward(backend, problem, tiles, run, out, lse):
     )
     rows = [x.ctypes.data for x in (lse, run.dlse, lse_log2, delta)]
     sizes = cuda_variants.workspace(problem, tiles)
-    sums, turns, tickets = (np.zeros(n, "f4") for n in sizes)
-    if turns.size and tickets.size:
+    sums, counters, tickets = (np.zeros(n, "f4") for n in sizes)
+    if counters.size and tickets.size:
         sums[:] = np.nan  # the first block to add stores
-    rows += [sums.ctypes.data, turns.size and turns.ctypes.data, tickets.ctypes.data]
+    rows += [sums.ctypes.data, counters.size and counters.ctypes.data, tickets.ctypes.data]
     mapped = backend.backward_mapped(pointers)
     if isinstance(tiles, SplitTiles) and tiles.parts:
         _memory, split = split_memory(problem, tiles, False)
